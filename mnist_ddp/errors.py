@@ -1,9 +1,34 @@
-"""The one exception type for what a user can put right."""
+"""What a user can put right, and how it is told: in one line, once."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
 
 
 class UserError(ValueError):
     """A mistake in the input, the settings or the surroundings of a run.
 
     The message is one line that names the file, row and column or the flag, and says what to do.
-    The program prints it as it is, without a traceback, and exits with status 2.
     """
+
+
+def wait_for_first_speaker() -> None:
+    """Lets the first process of this machine report an error that all of them may have met.
+
+    The launcher ends the others as soon as the first has left. One that is alone with its error goes on after the wait.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        time.sleep(3)
+
+
+@contextlib.contextmanager
+def exit_with_one_line() -> Iterator[None]:
+    """Turns a UserError into one line on stderr and exit status 2, without a traceback."""
+    try:
+        yield
+    except UserError as error:
+        wait_for_first_speaker()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -15,12 +15,14 @@ class ImageSet:
         labels: (N,) int64, indices into `class_names`.
         class_names: the name of each class, in label order.
         source: the file or dataset that the images came from, for messages.
+        notes: what the reader has to tell the user, a line each.
     """
 
     images: Tensor
     labels: Tensor
     class_names: tuple[str, ...]
     source: str
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.images.dtype == torch.uint8 and self.images.dim() == 3

@@ -1,0 +1,68 @@
+"""The lines that a run prints: one at the start, one per epoch, one at the end."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from mnist_ddp.data.loaders import Splits
+from mnist_ddp.training.loop import EpochResult
+
+_REASONS: dict[str, str] = {
+    "early_stopped": "stopped early",
+    "finished": "ran all epochs",
+    "target_reached": "reached the target",
+}
+
+
+def start_line(accelerator: Accelerator, splits: Splits, global_batch: int, parameters: int) -> str:
+    """Where and on what this run trains."""
+    count = accelerator.num_processes
+    where = device_name(accelerator.device)
+    if accelerator.device.type == "cpu":
+        where += f", {torch.get_num_threads()} thread{'s'[: torch.get_num_threads() > 1]} each"
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    sizes = " / ".join(f"{len(subset):,}" for subset in splits)
+    height, width = splits.train.image_set.images.shape[1:]
+    return (
+        f"{count} process{'es' if count > 1 else ''} on {where}; global batch {global_batch}, {precision}; "
+        f"{sizes} train / val / test images of {height}x{width} in {len(splits.train.image_set.class_names)} classes; "
+        f"{parameters:,} parameters"
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, or the kind of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def epoch_line(result: EpochResult) -> str:
+    """One epoch, in columns."""
+    return (
+        f"epoch {result.epoch:3d}  train loss {result.train_loss:.4f}  val loss {result.val.loss:.4f}  "
+        f"val accuracy {result.val.accuracy:7.2%} {'*' if result.improved else ' '}  "
+        f"{result.images_per_second:8,.0f} images/s  {result.seconds:5.1f} s"
+    )
+
+
+def end_line(result: dict[str, Any], folder: Path) -> str:
+    """What came out and where it is.
+
+    Args:
+        result: the content of result.json.
+        folder: of the run.
+    """
+    if result["status"] == "diverged":
+        last = (
+            f"; the best model, of epoch {result['best_epoch']}, is in {folder / 'cnn'}" if result["best_epoch"] else ""
+        )
+        return (
+            f"diverged in epoch {result['epochs'] + 1}: the loss or a gradient is not finite; try a smaller --lr or "
+            f"--max_grad_norm 1{last}"
+        )
+    return (
+        f"test accuracy {result['test_accuracy']:.2%} on {result['num_test']:,} images "
+        f"({_REASONS[result['status']]} after {result['epochs']} epochs, best was {result['best_epoch']}; "
+        f"{result['wall_seconds']:.0f} s); model in {folder / 'cnn'}"
+    )

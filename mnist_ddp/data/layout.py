@@ -1,0 +1,245 @@
+"""Where a table keeps its labels and pixels. The one place that decides it, from the first rows."""
+
+import math
+import os.path
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mnist_ddp.errors import UserError
+
+SAMPLE_ROWS = 200
+
+NUMBER = re.compile(r"[ \t]*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?[ \t]*", re.ASCII)
+_LABEL_NAME = re.compile(r"label|class|target|y", re.IGNORECASE)
+_ID_NAME = re.compile(r"|id|image_?id|index|unnamed: \d+(\.\d+)*", re.IGNORECASE)
+_PIXEL_NAME = re.compile(r"(\D*)(\d+)(?:x(\d+))?")
+MISSING = re.compile(r"|nan|na|n/a|null|none", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a table, counted from 0.
+
+    Attributes:
+        separator: between the fields of a row.
+        header: the names of the columns; empty where the first row is data.
+        num_columns: fields in each row.
+        label: the column of the labels, or the columns of one-hot labels; empty where there are none.
+        text_labels: whether labels are names instead of whole numbers.
+        ignored: columns that are neither: ids.
+        pixels: the columns of the pixels, row by row of the image.
+        side: height and width of the images in pixels.
+        unit_pixels: whether pixels are written as 0..1 instead of 0..255, judged by the first rows.
+        assumed: why `label` is no more than the likely place, "" where it is certain.
+    """
+
+    separator: str
+    header: tuple[str, ...]
+    num_columns: int
+    label: tuple[int, ...]
+    text_labels: bool
+    ignored: tuple[int, ...]
+    pixels: tuple[int, ...]
+    side: int
+    unit_pixels: bool
+    assumed: str = ""
+
+    def name(self, column: int) -> str:
+        """How a message names a column: 1-based, with its name in the header."""
+        return f"column {column + 1} ({self.header[column]})" if self.header else f"column {column + 1}"
+
+
+def unquote(lines: bytes) -> bytes:
+    """Lines without the quotes around whole fields. A quote that stands elsewhere stays, and is a fault."""
+    return re.sub(rb'(?<![^,;\t\n])"([^"\r\n]*)"(?=[,;\t\r\n]|\Z)', rb"\1", lines) if b'"' in lines else lines
+
+
+def split_rows(lines: bytes, separator: str) -> list[list[str]]:
+    """Fields of each line; what is not UTF-8 becomes escapes."""
+    text = lines.decode("utf-8", errors="backslashreplace")
+    rows = text.removesuffix("\n").split("\n")
+    return [row.removesuffix("\r").split(separator) for row in rows]
+
+
+def decide_layout(first_lines: bytes, path: str, label_column: str = "") -> Layout:
+    """The layout of a table from its first rows.
+
+    Args:
+        first_lines: whole lines, unquoted; `SAMPLE_ROWS` of them are enough.
+        path: the file, for messages.
+        label_column: a name in the header; or first or last. Empty: found by name, or by what the columns hold.
+
+    Raises:
+        UserError: no layout fits; the message says what is missing, or names the flag that decides.
+    """
+    separator = _separator(first_lines)
+    rows = split_rows(first_lines, separator)
+    while rows and rows[-1] == [""]:
+        rows.pop()
+    if not rows:
+        raise UserError(f"{path}: is empty")
+    header = _header(rows[0])
+    if header:
+        rows = rows[1:]
+        _check_header(header, rows, path)
+    num_columns = len(header) or Counter(map(len, rows)).most_common(1)[0][0]
+    sample = [row for row in rows if len(row) == num_columns]
+    ignored = tuple(
+        column
+        for column, name in enumerate(header)
+        if _ID_NAME.fullmatch(name) and name.lower() != label_column.lower()
+    )
+    rest = [column for column in range(num_columns) if column not in ignored]
+
+    label, assumed = _find_label(header, rest, sample, path, label_column)
+    pixels = [column for column in rest if column not in label]
+    side = math.isqrt(len(pixels))
+    if side * side != len(pixels) or not pixels:
+        raise UserError(f"{path}: {_wrong_count(header, num_columns, label, ignored, len(pixels))}")
+    _check_order([header[column] for column in pixels] if header else [], path)
+
+    values = [row[column] for row in sample for column in pixels if NUMBER.fullmatch(row[column])]
+    labels = [row[label[0]] for row in sample] if len(label) == 1 else []
+    texts = sum(not NUMBER.fullmatch(field) and not MISSING.fullmatch(field.strip()) for field in labels)
+    return Layout(
+        separator=separator,
+        header=header,
+        num_columns=num_columns,
+        label=label,
+        text_labels=texts * 2 > len(labels),
+        ignored=ignored,
+        pixels=tuple(pixels),
+        side=side,
+        unit_pixels=any(re.search("[.eE]", value) for value in values) and max(map(float, values)) <= 1,
+        assumed=assumed,
+    )
+
+
+def one_hot_names(layout: Layout) -> tuple[str, ...]:
+    """Class names of one-hot labels: what tells their columns' names apart, or 0, 1, 2... where that is a number."""
+    names = [layout.header[column] for column in layout.label] if layout.header else []
+    prefix = os.path.commonprefix(names)
+    names = [name.removeprefix(prefix) for name in names]
+    if all(name == "" or name.isdigit() for name in names):
+        return tuple(map(str, range(len(layout.label))))
+    return tuple(names)
+
+
+def is_one_hot(fields: list[str]) -> bool:
+    """Whether one field is 1 and all others are 0."""
+    values = [float(field) if NUMBER.fullmatch(field) else -1.0 for field in fields]
+    return sorted(values) == [0.0] * (len(values) - 1) + [1.0]
+
+
+def _separator(lines: bytes) -> str:
+    first = lines.partition(b"\n")[0].decode("utf-8", errors="replace")
+    return max(",;\t", key=first.count)
+
+
+def _header(first: Sequence[str]) -> tuple[str, ...]:
+    """The names in the first row, or none where it is data."""
+    names = tuple(name.strip() for name in first)
+    texts = [name for name in names if not NUMBER.fullmatch(name) and not MISSING.fullmatch(name)]
+    numbers = [name for name in names if name.isdigit()]
+    if len(texts) * 2 >= len(names):
+        return names
+    # Columns named 0, 1, 2...: a table saved without names. Sixteen in a row are no image.
+    counted = [int(name) for name in numbers]
+    others = len(names) - len(numbers)
+    if len(counted) >= 16 and others <= 2 and counted in ([*range(len(counted))], [*range(1, len(counted) + 1)]):
+        return names
+    return ()
+
+
+def _check_header(header: tuple[str, ...], rows: list[list[str]], path: str) -> None:
+    for name, count in Counter(header).items():
+        if count > 1 and name:
+            places = [column + 1 for column, other in enumerate(header) if other == name]
+            raise UserError(f"{path}: row 1: columns {places[0]} and {places[1]} are both named {name}; rename one")
+    if not rows:
+        raise UserError(f"{path}: has a header but no rows")
+    widths = {len(row) for row in rows}
+    if len(widths) == 1 and widths != {len(header)} and len(rows) > 1:
+        raise UserError(f"{path}: every row has {_fields(widths.pop())}, but the header has {len(header)}")
+
+
+def _find_label(
+    header: tuple[str, ...], rest: list[int], sample: list[list[str]], path: str, label_column: str
+) -> tuple[tuple[int, ...], str]:
+    """The label's columns among `rest`, none where the table has no labels; and why that is uncertain, if it is."""
+    if label_column:
+        return (_asked_label(header, rest, path, label_column),), ""
+    named = [column for column in rest if header and _LABEL_NAME.fullmatch(header[column])]
+    if len(named) > 1:
+        names = " and ".join(header[column] for column in named)
+        raise UserError(f"{path}: columns {names} could both be the label; name one with --label_column")
+    if named:
+        return (named[0],), ""
+    if math.isqrt(len(rest)) ** 2 == len(rest):
+        return (), ""
+    side = math.isqrt(len(rest) - 1) if len(rest) > 1 else 0
+    if side and side * side == len(rest) - 1:
+        return _outer_label(header, rest, sample)
+    side = math.isqrt(len(rest)) if rest else 0
+    hot = rest[side * side :]
+    if side and sample and all(is_one_hot([row[column] for column in hot]) for row in sample):
+        return tuple(hot), ""
+    return (), ""
+
+
+def _asked_label(header: tuple[str, ...], rest: list[int], path: str, label_column: str) -> int:
+    for names in (header, [name.lower() for name in header]):
+        wanted = label_column if names is header else label_column.lower()
+        if wanted in names:
+            return names.index(wanted)
+    if label_column in ("first", "last"):
+        return rest[0 if label_column == "first" else -1]
+    if not header:
+        raise UserError(f"{path}: has no header, so --label_column must be first or last, not {label_column}")
+    names = [name for name in header if not _PIXEL_NAME.fullmatch(name)] or [*header[:2], "...", header[-1]]
+    raise UserError(f"{path}: has no column {label_column} (--label_column); it has {', '.join(names[:8])}")
+
+
+def _outer_label(header: tuple[str, ...], rest: list[int], sample: list[list[str]]) -> tuple[tuple[int, ...], str]:
+    """A label without a known name: the column whose name is unlike the pixels', else the first, or the last.
+
+    First is usual. Last is assumed only where the first column holds one value, as a corner of the image does, and the
+    last does not.
+    """
+    odd = [column for column in rest if header and not _PIXEL_NAME.fullmatch(header[column])]
+    if len(odd) == 1:
+        return (odd[0],), ""
+    first, last = ({row[column].strip() for row in sample} for column in (rest[0], rest[-1]))
+    if len(first) == 1 and len(last) > 1:
+        return (rest[-1],), "last"
+    return (rest[0],), "first"
+
+
+def _wrong_count(
+    header: tuple[str, ...], num_columns: int, label: tuple[int, ...], ignored: tuple[int, ...], num_pixels: int
+) -> str:
+    if not header:
+        return (
+            f"rows have {_fields(num_columns)}; expected a label and a square number of pixels, such as 785 fields for "
+            "28x28 images"
+        )
+    left_out = [header[column] or f"column {column + 1}" for column in (*label, *ignored)]
+    besides = f" besides {', '.join(left_out)}" if left_out else ""
+    return f"the header has {num_columns} columns, {num_pixels}{besides}; pixels must be a square number, such as 784"
+
+
+def _check_order(names: list[str], path: str) -> None:
+    """Pixel columns with numbered names must stand in the order of their numbers."""
+    found = [_PIXEL_NAME.fullmatch(name) for name in names]
+    places = [(match[1], int(match[2]), int(match[3] or 0)) for match in found if match]
+    if len(places) < len(names) or len({place[0] for place in places}) > 1:
+        return
+    for name, before, place in zip(names[1:], places, places[1:], strict=False):
+        if place < before:
+            raise UserError(f"{path}: row 1: column {name} is out of order; sort the pixel columns by number")
+
+
+def _fields(count: int) -> str:
+    return f"{count} field" if count == 1 else f"{count} fields"

@@ -1,0 +1,257 @@
+"""What makes N processes one run: how they start, the Accelerator that joins them, and how they fail together."""
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
+
+from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
+from mnist_ddp.settings import Settings
+
+T = TypeVar("T")
+
+# How long a process that lost its peers waits before it speaks: the launcher ends it within a second of the peer's own
+# exit, so that only the process at fault is heard.
+_PEER_GRACE_SECONDS = 6.0
+
+
+# ---- starting processes
+
+
+def launch(train: Callable[[Settings], int], settings: Settings) -> int:
+    """Runs `train(settings)` as one of the launcher's processes, or in processes started here.
+
+    Under torchrun or accelerate launch this process is already one of WORLD_SIZE. Without a launcher it is the only one,
+    or the parent of `settings.num_processes` others.
+
+    Returns:
+        The exit status: that of `train`, or that of the process at fault.
+
+    Raises:
+        UserError: the number of processes or `--gpu` does not fit the launcher or the machine, or the port is taken.
+    """
+    if settings.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.gpu  # must precede the first use of CUDA
+    launched = os.environ.get("WORLD_SIZE")
+    if launched is not None and settings.num_processes not in (1, int(launched)):
+        raise UserError(
+            f"--num_processes {settings.num_processes}: the launcher started {launched}; leave --num_processes out"
+        )
+    if launched is None and settings.num_processes > 1:
+        _check_devices(settings.gpu, settings.num_processes)
+        return _start_processes(train, settings)
+    _check_devices(settings.gpu, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return _run(train, settings)
+
+
+def _start_processes(train: Callable[[Settings], int], settings: Settings) -> int:
+    """Spawns `settings.num_processes` processes that meet at a store which this process keeps."""
+    # As torchrun's agent does, the parent binds the port and keeps the store: with port 0 the kernel picks a free one,
+    # and no other program can take it between the choice and the use.
+    try:
+        store = dist.TCPStore(settings.master_addr, settings.port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, dist.DistError) as error:
+        raise UserError(
+            f"--port {settings.port} on {settings.master_addr} cannot be used: it is taken or the address is not this "
+            "machine's; choose another, or leave --port out for a free one"
+        ) from error
+    os.environ.update(
+        MASTER_ADDR=settings.master_addr,
+        MASTER_PORT=str(store.port),
+        WORLD_SIZE=str(settings.num_processes),
+        LOCAL_WORLD_SIZE=str(settings.num_processes),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// rendezvous then connects, and does not try to bind
+        OMP_NUM_THREADS=str(_threads_per_process(settings.num_processes)),
+    )
+    context = mp.start_processes(
+        _run_self_started, args=(train, settings), nprocs=settings.num_processes, join=False, start_method="spawn"
+    )
+    assert context is not None
+    logging.getLogger(mp.spawn.__name__).setLevel(logging.ERROR)  # it would report each process that it ends
+    try:
+        while not context.join():
+            pass
+    except mp.ProcessExitedException as error:
+        if error.exit_code < 0:
+            print(
+                f"error: process {error.error_index} was ended by {error.signal_name}; the run has stopped",
+                file=sys.stderr,
+            )
+        return error.exit_code if error.exit_code > 0 else 1
+    return 0
+
+
+def _run_self_started(rank: int, train: Callable[[Settings], int], settings: Settings) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    with exit_with_one_line():
+        sys.exit(_run(train, settings))
+
+
+def _run(train: Callable[[Settings], int], settings: Settings) -> int:
+    """`train(settings)`, with each failure told once by the process at fault."""
+    try:
+        return train(settings)
+    except UserError:
+        raise
+    except Exception as error:
+        if not _lost_peer(error):
+            wait_for_first_speaker()
+            traceback.print_exc()
+            return 1
+        time.sleep(_PEER_GRACE_SECONDS)
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"error: rank {rank} lost contact with another process, whose own message says why; if there is none, it was "
+            f"killed or its machine is gone ({str(error).splitlines()[0]})",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether `error` only says that another process of the group has gone.
+
+    NCCL and the store raise subclasses of DistError. Gloo raises a plain RuntimeError, told by its text.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo" in text.lower() or "Connection closed by peer" in text)
+
+
+# ---- the Accelerator
+
+
+def start_accelerator(
+    *,
+    mixed_precision: str,
+    gradient_accumulation_steps: int,
+    timeout_seconds: float,
+    log_with: str,
+    project_dir: str,
+) -> Accelerator:
+    """The Accelerator of this process, on a GPU where there is one and else on the CPU.
+
+    Raises:
+        UserError: the launcher's WORLD_SIZE and the number of joined processes differ.
+    """
+    use_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    if use_cpu:
+        torch.set_num_threads(_threads_per_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    accelerator = Accelerator(
+        # Without cpu=True the launchers' processes would not join on a machine without GPUs: N separate trainings.
+        cpu=use_cpu,
+        mixed_precision=resolve_precision(
+            mixed_precision, "cpu" if use_cpu else torch.accelerator.current_accelerator()
+        ),
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        log_with=None if log_with == "none" else log_with,
+        project_dir=project_dir,
+        step_scheduler_with_optimizer=False,
+        # Uneven: padding would count samples of an evaluation twice.
+        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds)),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise UserError(
+            f"the launcher started {launched} processes but {accelerator.num_processes} joined the run; "
+            "start it with: accelerate launch --multi_gpu --num_processes N train_accel.py"
+        )
+    return accelerator
+
+
+def resolve_precision(requested: str, device: torch.device | str | None) -> str:
+    """The precision to train in: `requested`, or what suits the device where that is "auto" or cannot work there.
+
+    Returns:
+        "no", "bf16" or "fp16", as Accelerate names them.
+    """
+    on_cpu = torch.device(device or "cpu").type == "cpu"
+    if on_cpu:
+        native_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # false where bf16 is emulated, and slower than fp32
+    else:
+        native_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    best = "bf16" if native_bf16 else "no"
+    if requested == "auto":
+        asked_of_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        requested = asked_of_launcher if asked_of_launcher in ("bf16", "fp16") else best
+    if requested == "fp16" and on_cpu:
+        if os.environ.get("RANK", "0") == "0":
+            name = "bf16" if best == "bf16" else "fp32"
+            print(f"warning: fp16 needs a GPU; training in {name}", file=sys.stderr)
+        return best
+    return requested
+
+
+def _threads_per_process(local_processes: int) -> int:
+    """CPU threads of each process: its share of the cores, unless the user said otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // local_processes)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    # Both launchers set 1 where they start several processes, whatever the number of cores.
+    by_launcher = asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    return int(asked) if asked.isdigit() and int(asked) > 0 and not by_launcher else share
+
+
+def _check_devices(gpu: str, local_processes: int) -> None:
+    """Raises UserError where `--gpu` names a GPU that is not there, or processes outnumber the GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpu and gpus < len(gpu.split(",")):
+        # The driver's list ends at the first index that does not exist.
+        missing = gpu.split(",")[gpus]
+        raise UserError(f"--gpu {gpu}: there is no GPU {missing} on this machine; nvidia-smi -L lists those that are")
+    if local_processes > gpus > 0 and os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true":
+        raise UserError(
+            f"{local_processes} processes but {gpus} GPU{'s'[: gpus > 1]} on this machine; this fits: "
+            f"accelerate launch {'--multi_gpu ' if gpus > 1 else ''}--num_processes {gpus} train_accel.py"
+        )
+
+
+# ---- deciding together
+
+
+def together(prepare: Callable[[], T]) -> T:
+    """`prepare()` on every process; a UserError on any of them is raised on all.
+
+    All processes must call it: it gathers.
+
+    Raises:
+        UserError: that of the lowest rank that had one.
+    """
+    value: T | None = None
+    message: str | None = None
+    try:
+        value = prepare()
+    except UserError as error:
+        message = str(error)
+    messages = gather_object([message])
+    first = next((said for said in messages if said is not None), None)
+    if first is not None:
+        raise UserError(first)
+    return value  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def leaving(accelerator: Accelerator) -> Iterator[Accelerator]:
+    """Closes the trackers and the process group when the block ends without a failure.
+
+    After a failure the group is left to the exit of the process: closing it would wait for peers that are still in a
+    collective.
+    """
+    yield accelerator
+    accelerator.end_training()

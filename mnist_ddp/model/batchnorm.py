@@ -1,0 +1,181 @@
+"""BatchNorm over the global batch, on CPUs as well.
+
+`torch.nn.SyncBatchNorm` raises on CPU tensors in training as soon as a process group exists, and
+DistributedDataParallel refuses CPU modules that hold one or a subclass of it. The layer here computes the same on CPUs,
+with one collective forward and one backward.
+
+Legend: N samples, C channels, P processes; x of shape (N, C, ...); y = weight xhat + bias with xhat = (x - mean) / std,
+and mean, std of a channel over the samples and positions of all processes.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+NATIVE_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm1d, 2d or 3d whose statistics in training are those of the samples of all processes.
+
+    Processes may hold different numbers of samples, or none. In evaluation, and with one process, it is plain
+    BatchNorm. Parameters, buffers and state_dict are BatchNorm's. As with `nn.SyncBatchNorm`, the gradients of weight
+    and bias are those of the process's own samples, for DDP to average.
+
+    Attributes:
+        process_group: the processes that share statistics; None means all. In training they must call the layer together.
+    """
+
+    process_group: Any = None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input, got {input.dim()}D")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (N, C, ...) to the same shape and dtype.
+
+        Raises:
+            ValueError: on all processes, in training, if they hold fewer than two values per channel together.
+        """
+        if not (self.training and dist.is_available() and dist.is_initialized()):
+            return super().forward(input)
+        group = self.process_group or dist.group.WORLD
+        if dist.get_world_size(group) == 1:
+            return super().forward(input)
+
+        self._check_input_dim(input)
+        if not any(input.is_contiguous(memory_format=memory_format) for memory_format in NATIVE_MEMORY_FORMATS):
+            input = input.contiguous()
+        mean_C, var_C, count = global_statistics(input, group)
+        if count < 2:
+            raise ValueError(f"expected more than 1 value per channel in training, got {count} on all processes")
+        if self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_((var_C * (count / (count - 1))).to(self.running_var.dtype), factor)
+        return _Normalize.apply(input, self.weight, self.bias, mean_C, var_C, count, self.eps, group)
+
+
+def convert_sync_batchnorm(module: nn.Module, device: torch.device, process_group: Any = None) -> nn.Module:
+    """Makes every BatchNorm in `module` a synchronised one, and returns the module. Call it before `prepare`.
+
+    On CPUs the layers become `SyncBatchNorm` where they are, with their parameters, buffers, hooks and names.
+    On other devices `nn.SyncBatchNorm` takes their places.
+
+    Args:
+        device: where the module will train; it need not be there yet.
+        process_group: the processes that share statistics; None means all.
+    """
+    if device.type != "cpu":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
+            layer.__class__ = SyncBatchNorm  # as torch's lazy modules do: whoever holds the layer keeps it
+            layer.process_group = process_group
+    return module
+
+
+def global_statistics(input: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
+    """Returns mean (C,), biased variance (C,) and the number of values per channel over all processes of `group`.
+
+    The statistics have the dtype of `input`, fp32 at least. All processes compute them from the same numbers in the
+    same order, so they are identical everywhere.
+    """
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    C = input.size(1)
+    count = input.numel() // C
+    zeros_C = input.new_zeros(C, dtype=dtype)
+    mean_C, var_C = zeros_C, zeros_C
+    if count > 0:
+        # The running statistics passed here only set the dtype of the result: momentum 0 leaves them alone.
+        mean_C, var_C = torch.batch_norm_update_stats(input.detach(), zeros_C, zeros_C, 0.0)
+    local = torch.cat([mean_C, var_C, mean_C.new_tensor([count])]).double()
+    means_PC, vars_PC, counts_P1 = _gather(local, group).split([C, C, 1], dim=1)
+
+    # Means and variances, not sums of squares, which lose their digits where |mean| >> std. Chan, Golub and LeVeque,
+    # "Updating formulae and a pairwise algorithm for computing sample variances" (1979), for P parts at once.
+    total = counts_P1.sum()
+    mean_C = (counts_P1 * means_PC).sum(0) / total
+    var_C = (counts_P1 * (vars_PC + (means_PC - mean_C).square())).sum(0) / total
+    return mean_C.to(dtype), var_C.to(dtype), int(total)
+
+
+class _Normalize(torch.autograd.Function):
+    """y = weight xhat + bias, differentiated also through the mean and variance that all processes share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean_C: Tensor,
+        var_C: Tensor,
+        count: int,
+        eps: float,
+        group: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean_C, var_C)
+        ctx.count, ctx.eps, ctx.group = count, eps, group
+        weight_C, bias_C = (None if p is None else p.to(mean_C.dtype) for p in (weight, bias))
+        return F.batch_norm(input, mean_C, var_C, weight_C, bias_C, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """With g = dL/dy, sums over the own samples and means over those of all processes:
+
+            dL/dbias = sum(g),  dL/dweight = sum(g xhat),
+            dL/dx = weight / std (g - mean(g) - xhat mean(g xhat))
+
+        Ioffe and Szegedy, "Batch Normalization" (2015), section 3.
+        """
+        input, weight, mean_C, var_C = ctx.saved_tensors
+        invstd_C = (var_C + ctx.eps).rsqrt()
+        weight_C = torch.ones_like(mean_C) if weight is None else weight.to(mean_C.dtype)
+        grad_weight, grad_bias = torch.zeros_like(mean_C), torch.zeros_like(mean_C)
+        if input.numel() > 0:
+            if grad_output.stride() != input.stride():
+                grad_output = torch.empty_like(input).copy_(grad_output)
+            # Only the kernel's two reductions: its gradient of the input would take the means over the own samples.
+            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad_output, input, weight_C, None, None, mean_C, invstd_C, True, ctx.eps, [False, True, True]
+            )
+
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            sums_P2C = _gather(torch.cat([grad_weight, grad_bias]).double(), ctx.group)
+            mean_gxhat_C, mean_g_C = (sums_P2C.sum(0) / ctx.count).chunk(2)
+            # dL/dx = a g + b x + c
+            a_C = weight_C * invstd_C
+            b_C = -a_C * invstd_C * mean_gxhat_C
+            c_C = -a_C * mean_g_C - b_C * mean_C
+            a, b, c = (_expand(coefficient_C, input) for coefficient_C in (a_C, b_C, c_C))
+            grad_input = torch.addcmul(c, grad_output, a).addcmul_(input, b)
+        if not ctx.needs_input_grad[1]:
+            grad_weight = None
+        if not ctx.needs_input_grad[2]:
+            grad_bias = None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _gather(local: Tensor, group: Any) -> Tensor:
+    """Stacks the (K,) tensors of all processes to (P, K); for so few bytes this is faster than all_reduce."""
+    gathered = local.new_empty(dist.get_world_size(group), local.numel())
+    dist.all_gather(list(gathered), local, group)
+    return gathered
+
+
+def _expand(coefficient_C: Tensor, input: Tensor) -> Tensor:
+    """Expands (C,) to (1, C, ...) in the dtype and memory order of `input`, for an arithmetic pass over it.
+
+    (C, 1, 1) would do, but takes several times longer with channels_last: the inner loops have C elements only.
+    """
+    return torch.empty_like(input[:1]).copy_(coefficient_C.view(-1, *[1] * (input.dim() - 2)))

@@ -1,0 +1,247 @@
+"""Every option of a run: one typed field with its default, unit and scope.
+
+Nothing here imports torch, so that `--help` and a mistyped flag answer at once.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mnist_ddp.errors import UserError
+
+_COUNTS = ("width", "epochs", "batch_size", "gradient_accumulation_steps", "num_processes", "patience")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Train a ConvNet on images in a CSV file, on one process or many, with the same numbers.
+
+    `--config FILE.yaml` reads defaults from a file, for example the settings.yaml of an earlier run; flags override it.
+    """
+
+    # ---- data
+    mnist_file_path: str = ""
+    """CSV of labels and pixels; also .gz, .xz, .zst. Empty: the 10,000 MNIST digits that come with the project."""
+    val_file_path: str = ""
+    """CSV for validation. Empty: split off the main file."""
+    test_file_path: str = ""
+    """CSV for the final test. Empty: split off the main file."""
+    val_fraction: float = 0.1
+    """Share of the main file for validation, 0 to 1. Unused with --val_file_path."""
+    test_fraction: float = 0.1
+    """Share of the main file for the final test, 0 to 1. Unused with --test_file_path."""
+    augment: bool = True
+    """Shift, rotate, scale and shear the training images at random, anew in each epoch."""
+
+    # ---- model and optimisation
+    width: int = 16
+    """Channels of the first convolution; the others follow from it."""
+    epochs: int = 10000
+    """Passes over the training images at most; early stopping is meant to end the run before."""
+    batch_size: int = 256
+    """Samples per process and step; the global batch is this x processes x gradient accumulation steps."""
+    gradient_accumulation_steps: int = 1
+    """Batches per process whose gradients are averaged before each optimizer step."""
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    """Update rule; sgd is Nesterov where momentum is above 0."""
+    lr: float = 3e-3
+    """Learning rate per optimizer step, for the global batch as it is: never scaled by the number of processes."""
+    momentum: float = 0.9
+    """Momentum of sgd, beta1 of adamw, 0 to 1."""
+    weight_decay: float = 0.05
+    """Decay of convolution and linear weights; biases and BatchNorm parameters are not decayed."""
+    label_smoothing: float = 0.1
+    """Share of each training target that is spread over all classes, 0 to 1."""
+    ema_decay: float = 0.98
+    """Share of the running average of the weights that each step keeps, 0 to 1; the average is what is evaluated and
+    saved. 0: the weights themselves."""
+    max_grad_norm: float = 0.0
+    """Gradients are scaled down to this L2 norm over all parameters. 0: no clipping."""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """Number format of the forward pass. auto: what the launcher asked for, else bf16 on hardware that has it, else fp32."""
+
+    # ---- when to stop
+    monitor: Literal["accuracy", "loss"] = "accuracy"
+    """Validation value that decides which weights are best and when to stop."""
+    patience: int = 5
+    """Epochs without improvement before stopping."""
+    min_delta: float = 0.0
+    """Smallest change of the monitored value that counts as an improvement (accuracy as a fraction)."""
+    target_accuracy: float = 0.0
+    """Stop as soon as validation accuracy reaches this fraction. 0: no target."""
+
+    # ---- the run
+    pt_path: str = "pt/"
+    """Run folder: settings, metrics, result, model, checkpoints."""
+    resume: Literal["auto", "never"] = "auto"
+    """What to do with a run folder that holds a run. never: start over and replace it."""
+    seed: int = 1206
+    """Seed of split, initial weights, order and augmentation; the same on every number of processes."""
+    log_with: Literal["tensorboard", "none"] = "tensorboard"
+    """Experiment tracker, through Accelerate."""
+
+    # ---- processes
+    gpu: str = ""
+    """GPUs to use, comma-separated indices as nvidia-smi shows them. Empty: all; the CPU where there is none."""
+    num_processes: int = 1
+    """Processes that this program starts itself. Under torchrun or accelerate launch, the launcher decides."""
+    master_addr: str = "localhost"
+    """Address on which self-started processes meet."""
+    port: int = 0
+    """TCP port on which self-started processes meet. 0: any free one."""
+    timeout_seconds: float = 600.0
+    """Seconds that a process waits for the others in a collective before the run fails."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError that names the flag of the first value out of its range."""
+        split_off = [f"{name}_fraction" for name in ("val", "test") if not getattr(self, f"{name}_file_path")]
+        for names, within, words in (
+            (_COUNTS, lambda value: value >= 1, "1 or more"),
+            (("weight_decay", "max_grad_norm", "min_delta"), lambda value: 0 <= value < math.inf, "0 or more"),
+            (("lr", "timeout_seconds"), lambda value: 0 < value < math.inf, "above 0"),
+            (("momentum", "ema_decay", "label_smoothing"), lambda value: 0 <= value < 1, "at least 0 and below 1"),
+            (split_off, lambda value: 0 < value < 1, "above 0 and below 1"),
+            (("target_accuracy",), lambda value: 0 <= value <= 1, "between 0 and 1"),
+            (("seed",), lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1"),
+            (("port",), lambda value: 0 <= value <= 65535, "between 0 and 65535"),
+        ):
+            for name in names:
+                if not within(getattr(self, name)):
+                    raise UserError(f"--{name} must be {words}, got {getattr(self, name)}")
+        if sum(getattr(self, name) for name in split_off) >= 1:
+            raise UserError("--val_fraction and --test_fraction must add up to less than 1")
+        if self.gpu and not re.fullmatch(r"\d+(,\d+)*", self.gpu):
+            raise UserError(f"--gpu must be comma-separated numbers such as 0,1, got {self.gpu!r}")
+        if not self.pt_path:
+            raise UserError("--pt_path must name a folder")
+
+
+def parse_settings(args: Sequence[str]) -> Settings:
+    """Settings from the command line, over those of `--config`, over the defaults.
+
+    Raises:
+        UserError: an unknown flag or key (with the nearest known name), a value of the wrong type or out of range.
+        SystemExit: after `--help`.
+    """
+    flags, config_path = _take_config(args)
+    default = Settings() if config_path is None else load_settings(config_path)
+    for flag in flags:
+        if flag.startswith("--") and flag != "--help":
+            _check_name(flag[2:].split("=")[0].replace("-", "_"), "unknown flag --{name}", "--{name}")
+    return _parse(flags, default)
+
+
+def load_settings(path: str | Path) -> Settings:
+    """Settings from a YAML mapping of field names to values.
+
+    Raises:
+        UserError: the file is missing or no mapping, holds an unknown key, or a value of the wrong type or out of range.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, Mapping):
+        raise UserError(f"--config {path}: expected lines such as 'lr: 0.003'")
+    flags = []
+    for name, value in values.items():
+        _check_name(str(name), f"--config {path}: unknown key {{name}}", "{name}")
+        # Through the command line's own parser, since YAML reads 1e-4 as text and yes as a bool.
+        flags.append(f"--{name}={'' if value is None else value}")
+    try:
+        return _parse(flags, Settings())
+    except UserError as error:
+        raise UserError(f"--config {path}: {error}") from error
+
+
+def dump_settings(settings: Settings) -> str:
+    """The settings as YAML that `--config` reads back equal."""
+    import yaml
+
+    return yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False)
+
+
+def _take_config(args: Sequence[str]) -> tuple[list[str], str | None]:
+    """Splits `--config FILE` off the other flags."""
+    flags: list[str] = []
+    path = None
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--config":
+            path = next(rest, None)
+            if path is None:
+                raise UserError("--config needs a file name")
+        elif arg.startswith("--config="):
+            path = arg.removeprefix("--config=")
+        else:
+            flags.append(arg)
+    return flags, path
+
+
+def _check_name(name: str, complaint: str, suggestion: str) -> None:
+    known = [field.name for field in dataclasses.fields(Settings)]
+    if name in known:
+        return
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {suggestion.format(name=nearest[0])}?" if nearest else "; --help lists all"
+    raise UserError(complaint.format(name=name) + hint)
+
+
+def _parse(flags: Sequence[str], default: Settings) -> Settings:
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def lower_case_bool(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+        if info.type is not bool:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{true,false}",
+            instance_from_str=lambda words: {"true": True, "false": False}[words[0].lower()],
+            is_instance=lambda value: isinstance(value, bool),
+            str_from_instance=lambda value: [str(value).lower()],
+            choices=("true", "false", "True", "False"),
+        )
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                Settings,
+                args=flags,
+                default=default,
+                prog=os.path.basename(sys.argv[0]),
+                use_underscores=True,
+                config=(tyro.conf.FlagConversionOff,),
+                registry=registry,
+            )
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        raise UserError(_first_sentence(said.getvalue())) from None
+
+
+def _first_sentence(box: str) -> str:
+    """The message in the box that tyro draws around it, which reaches down to the first rule."""
+    lines = []
+    for line in box.splitlines()[1:]:
+        text = line.strip("│ ")
+        if not text.strip("─╰╯"):
+            break
+        lines.append(text)
+    return " ".join(lines).removeprefix("Error parsing Settings: ")

@@ -1,0 +1,139 @@
+"""Train a digit classifier on one process or many, as one run.
+
+    accelerate launch --multi_gpu --num_processes 2 train_accel.py
+    accelerate launch --config_file accelerate_config.yaml train_accel.py
+    torchrun --standalone --nproc_per_node 2 train_accel.py
+    python train_accel.py                       # one process
+    python train_accel.py --num_processes 2     # starts its own processes
+
+All of them work with GPUs and without. `--help` lists the settings; the README explains the run folder.
+"""
+
+import sys
+import time
+from dataclasses import asdict
+
+from mnist_ddp.errors import exit_with_one_line
+from mnist_ddp.settings import Settings, parse_settings
+
+STARTED = time.perf_counter()
+
+
+def train(settings: Settings) -> int:
+    """One run, on each of its processes: settings -> images -> loaders -> fit -> evaluate -> results.
+
+    Returns:
+        The exit status.
+    """
+    # Not at the top of the file: these import torch, which takes seconds, and --help should not.
+    from mnist_ddp import console
+    from mnist_ddp.data.loaders import load_splits, make_loaders, pixel_statistics
+    from mnist_ddp.distributed import leaving, start_accelerator, together
+    from mnist_ddp.model.convnet import build_model
+    from mnist_ddp.training.early_stopping import EarlyStopping
+    from mnist_ddp.training.evaluation import evaluate
+    from mnist_ddp.training.loop import fit
+    from mnist_ddp.training.run_folder import RunFolder
+    from mnist_ddp.training.state import EXIT_STATUS, start_training
+
+    s = settings
+    accelerator = start_accelerator(
+        mixed_precision=s.mixed_precision,
+        gradient_accumulation_steps=s.gradient_accumulation_steps,
+        timeout_seconds=s.timeout_seconds,
+        log_with=s.log_with,
+        project_dir=s.pt_path,
+    )
+    with leaving(accelerator):
+        is_main, processes = accelerator.is_main_process, accelerator.num_processes
+        folder = together(lambda: RunFolder(s.pt_path, s.resume) if is_main else None)
+        splits = together(
+            lambda: load_splits(
+                s.mnist_file_path,
+                s.val_file_path,
+                s.test_file_path,
+                val_fraction=s.val_fraction,
+                test_fraction=s.test_fraction,
+                seed=s.seed,
+            )
+        )
+        loaders = make_loaders(
+            splits,
+            accelerator.device,
+            seed=s.seed,
+            augment=s.augment,
+            batch_size=s.batch_size,
+            processes=processes,
+            accumulation_steps=s.gradient_accumulation_steps,
+        )
+        train_loader, val_loader, test_loader = accelerator.prepare(*loaders)
+
+        digits = splits.train.image_set
+        mean, std = pixel_statistics(splits.train)
+        model = build_model(digits.class_names, digits.images.shape[1:], width=s.width, mean=mean, std=std, seed=s.seed)
+        state = start_training(
+            accelerator,
+            model,
+            EarlyStopping(s.monitor, s.patience, s.min_delta),
+            optimizer=s.optimizer,
+            lr=s.lr,
+            momentum=s.momentum,
+            weight_decay=s.weight_decay,
+            ema_decay=s.ema_decay,
+        )
+        parameters = sum(p.numel() for p in model.parameters())
+        if folder:
+            folder.write_settings(s)
+            global_batch = s.batch_size * processes * s.gradient_accumulation_steps
+            print(console.start_line(accelerator, splits, global_batch, parameters), flush=True)
+
+        for epoch in fit(
+            accelerator,
+            state,
+            train_loader,
+            val_loader,
+            epochs=s.epochs,
+            num_classes=len(digits.class_names),
+            label_smoothing=s.label_smoothing,
+            max_grad_norm=s.max_grad_norm,
+            target_accuracy=s.target_accuracy,
+            progress=is_main and sys.stderr.isatty(),
+        ):
+            if folder:
+                print(console.epoch_line(epoch), flush=True)
+                folder.append_metrics(epoch.metrics())
+                if epoch.improved:
+                    folder.save_model(state.average.module)
+            if epoch.epoch == 1 and s.log_with != "none":
+                accelerator.init_trackers(s.log_with, config=asdict(s))  # not earlier: it imports for a second
+            accelerator.log(epoch.metrics(), step=epoch.step)
+
+        test = None
+        if state.best_weights is not None:
+            state.average.module.load_state_dict(state.best_weights)
+            test = evaluate(accelerator, state.average.module, test_loader, len(digits.class_names))
+        if folder:
+            result = folder.write_result(
+                state,
+                test,
+                world_size=processes,
+                device=console.device_name(accelerator.device),
+                mixed_precision=accelerator.mixed_precision,
+                parameters=parameters,
+                wall_seconds=time.perf_counter() - STARTED,
+            )
+            print(console.end_line(result, folder.path))
+        assert state.status is not None
+        return EXIT_STATUS[state.status]
+
+
+def main() -> int:
+    settings = parse_settings(sys.argv[1:])
+    from mnist_ddp.distributed import launch
+
+    return launch(train, settings)
+
+
+if __name__ == "__main__":
+    with exit_with_one_line():
+        sys.exit(main())
