@@ -32,8 +32,8 @@ _PEER_GRACE_SECONDS = 6.0
 def launch(train: Callable[[Settings], int], settings: Settings) -> int:
     """Runs `train(settings)` as one of the launcher's processes, or in processes started here.
 
-    Under torchrun or accelerate launch this process is already one of WORLD_SIZE. Without a launcher it is the only one,
-    or the parent of `settings.num_processes` others.
+    Under torchrun or accelerate launch this process is already one of WORLD_SIZE. Without a launcher it is the only
+    one, or the parent of `settings.num_processes` others.
 
     Returns:
         The exit status: that of `train`, or that of the process at fault.
@@ -112,7 +112,7 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
         time.sleep(_PEER_GRACE_SECONDS)
         rank = os.environ.get("RANK", "0")
         print(
-            f"error: rank {rank} lost contact with another process, whose own message says why; if there is none, it was "
+            f"error: rank {rank} lost contact with another process, whose own message says why; without one it was "
             f"killed or its machine is gone ({str(error).splitlines()[0]})",
             file=sys.stderr,
         )

@@ -67,7 +67,7 @@ class Settings:
     max_grad_norm: float = 0.0
     """Gradients are scaled down to this L2 norm over all parameters. 0: no clipping."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """Number format of the forward pass. auto: what the launcher asked for, else bf16 on hardware that has it, else fp32."""
+    """Number format of the forward pass. auto: what the launcher asked for, else bf16 where the hardware has it."""
 
     # ---- when to stop
     monitor: Literal["accuracy", "loss"] = "accuracy"
@@ -144,7 +144,7 @@ def load_settings(path: str | Path) -> Settings:
     """Settings from a YAML mapping of field names to values.
 
     Raises:
-        UserError: the file is missing or no mapping, holds an unknown key, or a value of the wrong type or out of range.
+        UserError: the file is missing or no mapping, holds an unknown key, or a value of wrong type or out of range.
     """
     import yaml
 

@@ -122,8 +122,8 @@ class EvaluationSamples(Dataset[Batch]):
 class TrainingSamples(EvaluationSamples):
     """A subset in the random order of one epoch, with the augmentation of each sample.
 
-    Order and augmentation are a function of (seed, epoch, position in the epoch) alone. A process's share of a step is a
-    range of positions, so the global batch is the same for every number of processes.
+    Order and augmentation are a function of (seed, epoch, position in the epoch) alone. A process's share of a step
+    is a range of positions, so the global batch is the same for every number of processes.
 
     Args:
         subset: the training samples.
@@ -144,7 +144,7 @@ class TrainingSamples(EvaluationSamples):
         return self.num_used
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws order and augmentation of `epoch`, counted from 0. Accelerate's loaders call it at the start of each pass."""
+        """Draws order and augmentation of `epoch`, counted from 0. Accelerate's loaders call it before each pass."""
         device = self.indices.device
         generator = _generator(self.seed, epoch)
         order = torch.randperm(len(self.indices), generator=generator)[: self.num_used]

@@ -1,4 +1,4 @@
-"""The training loop: epochs of steps, each followed by an evaluation and one decision that all processes take together."""
+"""The training loop: epochs of steps, each followed by an evaluation and a decision that all processes share."""
 
 import math
 import time
@@ -114,7 +114,7 @@ def fit(
 ) -> Iterator[EpochResult]:
     """Trains until `state.status` is set, and yields one result per epoch.
 
-    All processes iterate together. The caller may read and save `state` while the generator waits: it is consistent then.
+    All processes iterate together. `state` is consistent, and may be saved, while the generator waits.
 
     Args:
         accelerator: of this run.
@@ -176,7 +176,7 @@ def _train_epoch(
     max_grad_norm: float,
     progress: bool,
 ) -> tuple[float, int]:
-    """One pass. Returns the mean loss, not finite if training diverged, and the number of samples, over all processes."""
+    """One pass. Returns mean loss, not finite if training diverged, and number of samples, over all processes."""
     state.model.train()
     loader.set_epoch(state.epoch)  # type: ignore[attr-defined]  # else a resumed loader starts with epoch 0 again
     scaled = accelerator.scaler is not None  # then an infinite gradient is a skipped step, not divergence

@@ -37,7 +37,8 @@ class RunFolder:
             held = [name for name in _OURS if (self.path / name).exists()]
             if held and resume == "auto":
                 raise UserError(
-                    f"--pt_path {path} holds a run already ({held[0]}); choose another folder, or --resume never to replace it"
+                    f"--pt_path {path} holds a run already ({held[0]}); choose another folder, "
+                    "or --resume never to replace it"
                 )
             for name in held:
                 target = self.path / name

@@ -55,7 +55,7 @@ def start_training(
     weight_decay: float,
     ema_decay: float,
 ) -> TrainingState:
-    """The state before the first step: BatchNorm synchronised, model and optimizer prepared, average equal to the model.
+    """The state before the first step: BatchNorm synchronised, model and optimizer prepared, average like the model.
 
     Args:
         accelerator: of this run; all processes call this together with equal models.
@@ -65,7 +65,8 @@ def start_training(
         ema_decay: share of the average that is kept at each step, 0 to 1; 0 makes the average the model itself.
     """
     # The order matters: DDP wraps what it finds, the average copies what will be trained.
-    model = convert_sync_batchnorm(model, accelerator.device).to(accelerator.device, memory_format=torch.channels_last)
+    model = convert_sync_batchnorm(model, accelerator.device).to(accelerator.device)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stub
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay), use_buffers=True)
     built = build_optimizer(model, optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay)
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
