@@ -28,13 +28,14 @@ def train(settings: Settings) -> int:
     # Not at the top of the file: these import torch, which takes seconds, and --help should not.
     from mnist_ddp import console
     from mnist_ddp.data.loaders import load_splits, make_loaders, pixel_statistics
-    from mnist_ddp.distributed import leaving, start_accelerator, together
+    from mnist_ddp.distributed import check_same, leaving, on_main, start_accelerator, together
     from mnist_ddp.model.convnet import build_model
     from mnist_ddp.training.early_stopping import EarlyStopping
     from mnist_ddp.training.evaluation import evaluate
     from mnist_ddp.training.loop import fit
-    from mnist_ddp.training.run_folder import RunFolder
-    from mnist_ddp.training.state import EXIT_STATUS, start_training
+    from mnist_ddp.training.run_folder import RunFolder, describe_run
+    from mnist_ddp.training.signals import StopSignals
+    from mnist_ddp.training.state import start_training
 
     s = settings
     accelerator = start_accelerator(
@@ -46,7 +47,7 @@ def train(settings: Settings) -> int:
     )
     with leaving(accelerator):
         is_main, processes = accelerator.is_main_process, accelerator.num_processes
-        folder = together(lambda: RunFolder(s.pt_path, s.resume) if is_main else None)
+        folder = together(lambda: RunFolder(s.pt_path, s.resume, s.keep_checkpoints) if is_main else None)
         splits = together(
             lambda: load_splits(
                 s.mnist_file_path,
@@ -57,6 +58,8 @@ def train(settings: Settings) -> int:
                 seed=s.seed,
             )
         )
+        run = describe_run(s, splits, processes)
+        check_same(run)
         loaders = make_loaders(
             splits,
             accelerator.device,
@@ -81,12 +84,19 @@ def train(settings: Settings) -> int:
             weight_decay=s.weight_decay,
             ema_decay=s.ema_decay,
         )
-        parameters = sum(p.numel() for p in model.parameters())
+        snapshot, earlier, notes = on_main(lambda: folder.resume(run) if folder else (None, None, []))
+        if snapshot:
+            state.restore(accelerator, snapshot)
         if folder:
-            folder.write_settings(s)
-            global_batch = s.batch_size * processes * s.gradient_accumulation_steps
-            print(console.start_line(accelerator, splits, global_batch, parameters), flush=True)
+            folder.begin(s, state)
+            print(*console.start_lines(accelerator, splits, run, model, state, notes), sep="\n", flush=True)
 
+        def save() -> None:
+            current = state.snapshot(accelerator, run)
+            if folder:
+                folder.checkpoints.save(current)
+
+        signals = StopSignals(accelerator)
         for epoch in fit(
             accelerator,
             state,
@@ -97,6 +107,9 @@ def train(settings: Settings) -> int:
             label_smoothing=s.label_smoothing,
             max_grad_norm=s.max_grad_norm,
             target_accuracy=s.target_accuracy,
+            signals=signals,
+            save=save,
+            save_every_steps=s.checkpoint_every_steps,
             progress=is_main and sys.stderr.isatty(),
         ):
             if folder:
@@ -104,27 +117,28 @@ def train(settings: Settings) -> int:
                 folder.append_metrics(epoch.metrics())
                 if epoch.improved:
                     folder.save_model(state.average.module)
-            if epoch.epoch == 1 and s.log_with != "none":
+            if not accelerator.trackers and s.log_with != "none":
                 accelerator.init_trackers(s.log_with, config=asdict(s))  # not earlier: it imports for a second
             accelerator.log(epoch.metrics(), step=epoch.step)
 
+        if earlier and (earlier["status"], earlier["epochs"]) == (state.status, state.epoch):
+            accelerator.print(console.finished_line(earlier, s.pt_path))
+            return 0
         test = None
-        if state.best_weights is not None:
+        if state.best_weights is not None and state.status != "preempted":
             state.average.module.load_state_dict(state.best_weights)
             test = evaluate(accelerator, state.average.module, test_loader, len(digits.class_names))
         if folder:
-            result = folder.write_result(
-                state,
-                test,
-                world_size=processes,
-                device=console.device_name(accelerator.device),
-                mixed_precision=accelerator.mixed_precision,
-                parameters=parameters,
-                wall_seconds=time.perf_counter() - STARTED,
-            )
-            print(console.end_line(result, folder.path))
-        assert state.status is not None
-        return EXIT_STATUS[state.status]
+            result = state.result(test) | {
+                "world_size": processes,
+                "device": console.device_name(accelerator.device),
+                "mixed_precision": accelerator.mixed_precision,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "wall_seconds": round(time.perf_counter() - STARTED, 3),
+            }
+            folder.write_result(result)
+            print(console.end_line(result, s.pt_path))
+        return {"diverged": 3, "preempted": 128 + (signals.agreed or 0)}.get(state.status or "", 0)
 
 
 def main() -> int:

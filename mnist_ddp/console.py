@@ -1,13 +1,16 @@
 """The lines that a run prints: one at the start, one per epoch, one at the end."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from mnist_ddp.data.loaders import Splits
 from mnist_ddp.training.loop import EpochResult
+from mnist_ddp.training.state import TrainingState
 
 _REASONS: dict[str, str] = {
     "early_stopped": "stopped early",
@@ -16,8 +19,15 @@ _REASONS: dict[str, str] = {
 }
 
 
-def start_line(accelerator: Accelerator, splits: Splits, global_batch: int, parameters: int) -> str:
-    """Where and on what this run trains."""
+def start_lines(
+    accelerator: Accelerator,
+    splits: Splits,
+    run: dict[str, Any],
+    model: nn.Module,
+    state: TrainingState,
+    notes: Sequence[str],
+) -> list[str]:
+    """Where and on what this run trains, from where it goes on, and what there is to say about its input."""
     count = accelerator.num_processes
     where = device_name(accelerator.device)
     if accelerator.device.type == "cpu":
@@ -25,11 +35,20 @@ def start_line(accelerator: Accelerator, splits: Splits, global_batch: int, para
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     sizes = " / ".join(f"{len(subset):,}" for subset in splits)
     height, width = splits.train.image_set.images.shape[1:]
-    return (
-        f"{count} process{'es' if count > 1 else ''} on {where}; global batch {global_batch}, {precision}; "
+    lines = [
+        f"{count} process{'es' if count > 1 else ''} on {where}; global batch {run['global_batch']}, {precision}; "
         f"{sizes} train / val / test images of {height}x{width} in {len(splits.train.image_set.class_names)} classes; "
-        f"{parameters:,} parameters"
-    )
+        f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    ]
+    lines += [
+        f"note: {note}"
+        for image_set in {id(s.image_set): s.image_set for s in splits}.values()
+        for note in image_set.notes
+    ]
+    lines += [f"note: {note}" for note in notes]
+    if state.epoch or state.samples_done:
+        lines.append(f"resumed after {state.epoch} epochs and {state.samples_done:,} images of the next")
+    return lines
 
 
 def device_name(device: torch.device) -> str:
@@ -46,16 +65,20 @@ def epoch_line(result: EpochResult) -> str:
     )
 
 
-def end_line(result: dict[str, Any], folder: Path) -> str:
+def end_line(result: dict[str, Any], folder: str) -> str:
     """What came out and where it is.
 
     Args:
         result: the content of result.json.
         folder: of the run.
     """
+    if result["status"] == "preempted":
+        return f"stopped by a signal in epoch {result['epochs'] + 1}; start it again with the same command to go on"
     if result["status"] == "diverged":
         last = (
-            f"; the best model, of epoch {result['best_epoch']}, is in {folder / 'cnn'}" if result["best_epoch"] else ""
+            f"; the best model, of epoch {result['best_epoch']}, is in {Path(folder) / 'cnn'}"
+            if result["best_epoch"]
+            else ""
         )
         return (
             f"diverged in epoch {result['epochs'] + 1}: the loss or a gradient is not finite; try a smaller --lr or "
@@ -64,5 +87,13 @@ def end_line(result: dict[str, Any], folder: Path) -> str:
     return (
         f"test accuracy {result['test_accuracy']:.2%} on {result['num_test']:,} images "
         f"({_REASONS[result['status']]} after {result['epochs']} epochs, best was {result['best_epoch']}; "
-        f"{result['wall_seconds']:.0f} s); model in {folder / 'cnn'}"
+        f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}"
+    )
+
+
+def finished_line(result: dict[str, Any], folder: str) -> str:
+    """That there is nothing left to do."""
+    return (
+        f"the run in {folder} is finished: test accuracy {result['test_accuracy']:.2%} "
+        f"({_REASONS[result['status']]} after {result['epochs']} epochs); --resume never starts over"
     )

@@ -6,15 +6,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, gather_object
 
 from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
 from mnist_ddp.settings import Settings
@@ -246,6 +246,34 @@ def together(prepare: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def on_main(produce: Callable[[], T]) -> T:
+    """`produce()` on the main process alone; its value, or its UserError, goes to all.
+
+    All processes must call it: it broadcasts. The value is pickled.
+    """
+    value = together(lambda: produce() if PartialState().is_main_process else None)
+    return broadcast_object_list([value])[0]
+
+
+def check_same(description: Mapping[str, Any]) -> None:
+    """Compares what must be the same on all processes.
+
+    All processes must call it: it gathers.
+
+    Raises:
+        UserError: an entry differs; names it, and a process on either side.
+    """
+    everyone = gather_object([(os.uname().nodename, dict(description))])
+    first_host, first = everyone[0]
+    for rank, (host, other) in enumerate(everyone):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise UserError(
+                    f"the processes do not agree on {name}: {value} on rank 0 ({first_host}), "
+                    f"{other.get(name)} on rank {rank} ({host}); all must have the same"
+                )
+
+
 @contextlib.contextmanager
 def leaving(accelerator: Accelerator) -> Iterator[Accelerator]:
     """Closes the trackers and the process group when the block ends without a failure.
@@ -254,4 +282,5 @@ def leaving(accelerator: Accelerator) -> Iterator[Accelerator]:
     collective.
     """
     yield accelerator
+    accelerator.wait_for_everyone()  # a launcher ends the others when one leaves with a status other than 0
     accelerator.end_training()

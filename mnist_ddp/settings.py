@@ -18,7 +18,27 @@ from typing import Any, Literal
 
 from mnist_ddp.errors import UserError
 
-_COUNTS = ("width", "epochs", "batch_size", "gradient_accumulation_steps", "num_processes", "patience")
+_COUNTS = (
+    "width",
+    "epochs",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "num_processes",
+    "patience",
+    "keep_checkpoints",
+)
+
+# Settings that a resumed run may change: how long it goes on, how it is spread over processes, where its files are. All
+# others decide what is learned from which data.
+MAY_CHANGE = frozenset(
+    [
+        *("epochs", "patience", "min_delta", "target_accuracy"),
+        *("batch_size", "gradient_accumulation_steps", "num_processes", "gpu"),
+        *("mnist_file_path", "val_file_path", "test_file_path", "pt_path"),
+        *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with"),
+        *("master_addr", "port", "timeout_seconds"),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +103,11 @@ class Settings:
     pt_path: str = "pt/"
     """Run folder: settings, metrics, result, model, checkpoints."""
     resume: Literal["auto", "never"] = "auto"
-    """What to do with a run folder that holds a run. never: start over and replace it."""
+    """What to do with a run folder that holds a run. auto: go on from its newest checkpoint. never: replace it."""
+    checkpoint_every_steps: int = 0
+    """Optimizer steps between checkpoints within an epoch; there is one after each epoch anyway. 0: none."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep."""
     seed: int = 1206
     """Seed of split, initial weights, order and augmentation; the same on every number of processes."""
     log_with: Literal["tensorboard", "none"] = "tensorboard"
@@ -106,7 +130,11 @@ class Settings:
         split_off = [f"{name}_fraction" for name in ("val", "test") if not getattr(self, f"{name}_file_path")]
         for names, within, words in (
             (_COUNTS, lambda value: value >= 1, "1 or more"),
-            (("weight_decay", "max_grad_norm", "min_delta"), lambda value: 0 <= value < math.inf, "0 or more"),
+            (
+                ("weight_decay", "max_grad_norm", "min_delta", "checkpoint_every_steps"),
+                lambda value: 0 <= value < math.inf,
+                "0 or more",
+            ),
             (("lr", "timeout_seconds"), lambda value: 0 < value < math.inf, "above 0"),
             (("momentum", "ema_decay", "label_smoothing"), lambda value: 0 <= value < 1, "at least 0 and below 1"),
             (split_off, lambda value: 0 < value < 1, "above 0 and below 1"),

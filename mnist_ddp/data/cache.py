@@ -1,17 +1,17 @@
 """Images parsed once per machine: an Arrow file that all processes map, so that they share one copy in memory."""
 
-import contextlib
 import fcntl
 import hashlib
 import io
 import json
 import mmap
-import os
+import shutil
+import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from mnist_ddp.data.parsing import Contents
 
-if TYPE_CHECKING:
-    import pyarrow
-
-_FORMAT = 1  # part of each key; counts up with every change of what the files hold or how sources are read
+_FORMAT = 1  # part of each key: counts up with every change of what the files hold or how sources are read
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,10 @@ class Stored:
     """Images as a reader found them.
 
     Attributes:
-        images: (N, H, W) uint8; of a file that is mapped read-only where they come from the cache.
-        labels: (N,) int64 indices into `class_names`, or None.
+        images: (N, H, W) uint8. From the cache, a map of the file: read only.
+        labels: (N,) int64 indices into `class_names`, or None. From the cache, read only too.
         class_names: in label order.
-        notes: what to tell the user.
+        notes: what to tell the user, a line each.
     """
 
     images: Tensor
@@ -42,42 +40,41 @@ class Stored:
     notes: tuple[str, ...]
 
 
-def load_or_parse(
-    parse: Callable[[IO[bytes]], Contents], key: dict[str, Any], name: str, cache_dir: str
-) -> Stored:
-    """What `parse` yields: from the cache where it holds it, else parsed, by one process while the others wait.
+def load_or_parse(parse: Callable[[IO[bytes]], Contents], key: dict[str, Any], name: str, cache_dir: str) -> Stored:
+    """What `parse` yields: from the cache where it is there, else parsed, by one process while the others wait.
 
     Args:
-        parse: writes N x H x W pixel bytes to the file that it is given. Called once, or twice where the cache folder
-            turns out to be full.
+        parse: writes N x H x W pixel bytes to the empty file that it is given. Called once, or a second time where the
+            cache folder turns out to be full.
         key: all that the result depends on, as JSON values.
         name: start of the file's name, for people.
-        cache_dir: the folder; it is made. Empty: no cache, every process parses for itself.
+        cache_dir: the folder, made where it is missing. Empty: no cache, every process parses for itself.
 
     Raises:
-        UserError: from `parse`. A cache that cannot be used is a note, no error.
+        UserError: from `parse`. A cache that cannot be used is a note and no error.
     """
-    note = ()
+    notes: tuple[str, ...] = ()
     if cache_dir:
         text = json.dumps({**key, "format": _FORMAT}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        path = Path(cache_dir).expanduser() / f"{name}-{digest}.arrow"
         try:
-            return _through_cache(parse, path, text)
-        except OSError as error:  # parse reports its own as UserError, so this is about the cache
-            note = (f"--cache_dir {cache_dir}: {error.strerror or error}; read without a cache",)
+            return _through_cache(parse, text, Path(cache_dir).expanduser() / f"{name}-{digest}.arrow")
+        except OSError as error:  # those of the source are UserErrors, so this one is about the cache
+            notes = (f"--cache_dir {cache_dir}: {error.strerror or error}; read without a cache",)
     pixels = io.BytesIO()
     found = parse(pixels)
     images = torch.frombuffer(pixels.getbuffer(), dtype=torch.uint8).view(-1, found.height, found.width)
     labels = None if found.labels is None else torch.from_numpy(found.labels)
-    return Stored(images, labels, found.class_names, found.notes + note)
+    return Stored(images, labels, found.class_names, found.notes + notes)
 
 
-def _through_cache(parse: Callable[[IO[bytes]], Contents], path: Path, key: str) -> Stored:
+def _through_cache(parse: Callable[[IO[bytes]], Contents], key: str, path: Path) -> Stored:
     stored = _load(path, key)
     if stored is None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock")):
+        # The kernel frees the lock when its holder ends, however it ends.
+        with path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             stored = _load(path, key)  # another process may have written it in the meantime
             if stored is None:
                 _write(parse, path, key)
@@ -86,49 +83,91 @@ def _through_cache(parse: Callable[[IO[bytes]], Contents], path: Path, key: str)
     return stored
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process of the machine at a time. The kernel frees it when its holder ends, however it ends."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _write(parse: Callable[[IO[bytes]], Contents], path: Path, key: str) -> None:
-    """Parses into a file beside `path`, then writes the Arrow file, which appears complete or not at all."""
+    """Parses into a file beside `path`, then writes the Arrow file, which appears complete or not at all.
+
+    Only the holder of the lock is here, so that what a killed one has left is overwritten.
+    """
     import pyarrow as pa
 
     raw_path, partial_path = path.with_suffix(".raw"), path.with_suffix(".partial")
     try:
-        with raw_path.open("w+b") as raw:
+        with raw_path.open("w+b") as raw, partial_path.open("wb") as partial:
             found = parse(raw)
             raw.flush()
-            # Mapped, but not read: `_Splice` copies the pixels from file to file. A single record batch keeps them in
-            # one piece, which a tensor needs.
-            with mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                buffer = pa.py_buffer(mapped)
-                num_pixels = found.height * found.width
-                num_images = len(mapped) // num_pixels
-                images = pa.FixedSizeBinaryArray.from_buffers(pa.binary(num_pixels), num_images, [None, buffer])
-                labels = pa.array(np.zeros(num_images, np.int64) if found.labels is None else found.labels)
-                meta = {
-                    "key": key,
-                    "height": found.height,
-                    "width": found.width,
-                    "labelled": found.labels is not None,
-                    "class_names": found.class_names,
-                    "notes": found.notes,
-                    "checksum": _checksum(raw, labels.buffers()[1]),
-                }
-                schema = pa.schema(
-                    [("image", images.type), ("label", labels.type)], metadata={"mnist_ddp": json.dumps(meta)}
-                )
-                with partial_path.open("wb") as out:
-                    sink = pa.PythonFile(_Splice(out, raw, buffer), mode="w")
-                    with pa.ipc.new_file(sink, schema) as writer:
-                        writer.write_batch(pa.record_batch([images, labels], schema=schema))
-                del images, buffer  # before the map is closed
+            # A tensor needs the images in one piece, hence one record batch. They are mapped but not read here:
+            # `_Splice` copies them from file to file, in constant memory.
+            mapped = pa.py_buffer(mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ))
+            num_pixels = found.height * found.width
+            num_images = len(mapped) // num_pixels
+            images = pa.FixedSizeBinaryArray.from_buffers(pa.binary(num_pixels), num_images, [None, mapped])
+            labels = pa.array(np.zeros(num_images, np.int64) if found.labels is None else found.labels)
+            about = json.dumps([key, found.labels is not None, *found._replace(labels=None)])
+            metadata = {"about": about, "checksum": _checksum(about, _pieces(raw), labels.buffers()[1])}
+            batch = pa.record_batch([images, labels], names=["image", "label"]).replace_schema_metadata(metadata)
+            sink = pa.PythonFile(_Splice(partial, raw, mapped.address), mode="w")
+            with pa.ipc.new_file(sink, batch.schema) as writer:
+                writer.write_batch(batch)
         partial_path.replace(path)
     finally:
-        for leftover in (raw_path, partial_path):
-            leftover.unlink(missing_ok=True)
+        raw_path.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
+
+
+def _load(path: Path, key: str) -> Stored | None:
+    """The file's content without a copy; None where it is missing, damaged, or of another key."""
+    import pyarrow as pa
+
+    try:
+        with path.open("rb") as file:
+            mapped = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        reader = pa.ipc.open_file(mapped)
+        metadata, batch = reader.schema.metadata, reader.get_batch(0)
+        about = metadata[b"about"].decode()
+        (_, pixels), (_, labels) = (column.buffers() for column in batch.columns)
+        if metadata[b"checksum"].decode() != _checksum(about, [pixels], labels):
+            return None
+    except (FileNotFoundError, ValueError, KeyError, pa.ArrowException):  # an empty file cannot be mapped: ValueError
+        return None
+    found_key, labelled, height, width, _, class_names, notes = json.loads(about)
+    if found_key != key:
+        return None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        images = torch.from_numpy(np.frombuffer(pixels, np.uint8, len(batch) * height * width))
+        indices = torch.from_numpy(np.frombuffer(labels, np.int64, len(batch))) if labelled else None
+    return Stored(images.view(-1, height, width), indices, tuple(class_names), tuple(notes))
+
+
+def _checksum(about: str, pixels: Iterable[Any], labels: Any) -> str:
+    """CRC-32 of all that a file holds. It is no signature: it notices accidents."""
+    checksum = zlib.crc32(about.encode())
+    for piece in pixels:
+        checksum = zlib.crc32(piece, checksum)
+    return str(zlib.crc32(labels, checksum))
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    file.seek(0)
+    while piece := file.read(_PIECE_BYTES):
+        yield piece
+
+
+class _Splice:
+    """A file for pyarrow to write to. The buffer at `address` is copied from the file that it is a map of."""
+
+    closed = False
+
+    def __init__(self, out: IO[bytes], source: IO[bytes], address: int) -> None:
+        self.out = out
+        self.source = source
+        self.address = address
+        self.tell = out.tell
+        self.flush = out.flush
+
+    def write(self, data: Any) -> int:
+        if getattr(data, "address", None) != self.address:
+            return self.out.write(data)
+        self.source.seek(0)
+        shutil.copyfileobj(self.source, self.out, _PIECE_BYTES)
+        return len(data)

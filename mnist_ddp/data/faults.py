@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from mnist_ddp.data.layout import MISSING, NUMBER, Layout, is_one_hot, split_rows
 
 
-def find_faults(lines: bytes, layout: Layout, unit_pixels: bool, first_row: int) -> Iterator[str]:
+def find_faults(lines: bytes, layout: Layout, first_row: int) -> Iterator[str]:
     """Yields a description of each fault in `lines`, in order: row, column and what is wrong with the value.
 
     Args:
         lines: rows of data, unquoted.
         layout: of the table.
-        unit_pixels: whether pixels must be 0..1 instead of whole numbers 0..255.
         first_row: the number of the first line, 1-based and counting the header.
     """
     good: set[str] = set()  # fields already found to be right: images repeat few values
@@ -33,7 +32,7 @@ def find_faults(lines: bytes, layout: Layout, unit_pixels: bool, first_row: int)
             field = fields[column]
             if field in good:
                 continue
-            fault = _pixel_fault(field, unit_pixels)
+            fault = _pixel_fault(field, layout.unit_pixels)
             if fault:
                 yield f"row {row}, {layout.name(column)}: {fault}"
             else:

@@ -1,7 +1,6 @@
 """Where a table keeps its labels and pixels. The one place that decides it, from the first rows."""
 
 import math
-import os.path
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ class Layout:
         pixels: the columns of the pixels, row by row of the image.
         side: height and width of the images in pixels.
         unit_pixels: whether pixels are written as 0..1 instead of 0..255, judged by the first rows.
-        assumed: why `label` is no more than the likely place, "" where it is certain.
+        assumed_last: whether `label` is the last column for no better reason than that the first looks like a pixel.
     """
 
     separator: str
@@ -44,7 +43,7 @@ class Layout:
     pixels: tuple[int, ...]
     side: int
     unit_pixels: bool
-    assumed: str = ""
+    assumed_last: bool = False
 
     def name(self, column: int) -> str:
         """How a message names a column: 1-based, with its name in the header."""
@@ -86,21 +85,19 @@ def decide_layout(first_lines: bytes, path: str, label_column: str = "") -> Layo
         _check_header(header, rows, path)
     num_columns = len(header) or Counter(map(len, rows)).most_common(1)[0][0]
     sample = [row for row in rows if len(row) == num_columns]
-    ignored = tuple(
-        column
-        for column, name in enumerate(header)
-        if _ID_NAME.fullmatch(name) and name.lower() != label_column.lower()
-    )
+    ids = [column for column, name in enumerate(header) if _ID_NAME.fullmatch(name)]
+    ignored = tuple(column for column in ids if not label_column or header[column].lower() != label_column.lower())
     rest = [column for column in range(num_columns) if column not in ignored]
 
-    label, assumed = _find_label(header, rest, sample, path, label_column)
+    label, assumed_last = _find_label(header, rest, sample, path, label_column)
     pixels = [column for column in rest if column not in label]
     side = math.isqrt(len(pixels))
-    if side * side != len(pixels) or not pixels:
+    if side * side != len(pixels) or side < 2:
         raise UserError(f"{path}: {_wrong_count(header, num_columns, label, ignored, len(pixels))}")
     _check_order([header[column] for column in pixels] if header else [], path)
 
-    values = [row[column] for row in sample for column in pixels if NUMBER.fullmatch(row[column])]
+    values = {row[column] for row in sample for column in pixels}
+    numbers = [value for value in values if NUMBER.fullmatch(value)]
     labels = [row[label[0]] for row in sample] if len(label) == 1 else []
     texts = sum(not NUMBER.fullmatch(field) and not MISSING.fullmatch(field.strip()) for field in labels)
     return Layout(
@@ -112,17 +109,16 @@ def decide_layout(first_lines: bytes, path: str, label_column: str = "") -> Layo
         ignored=ignored,
         pixels=tuple(pixels),
         side=side,
-        unit_pixels=any(re.search("[.eE]", value) for value in values) and max(map(float, values)) <= 1,
-        assumed=assumed,
+        unit_pixels=any(re.search("[.eE]", number) for number in numbers) and max(map(float, numbers)) <= 1,
+        assumed_last=assumed_last,
     )
 
 
 def one_hot_names(layout: Layout) -> tuple[str, ...]:
-    """Class names of one-hot labels: what tells their columns' names apart, or 0, 1, 2... where that is a number."""
+    """Class names of one-hot labels: 3 of a column such as label_3, the whole name of one without a number."""
     names = [layout.header[column] for column in layout.label] if layout.header else []
-    prefix = os.path.commonprefix(names)
-    names = [name.removeprefix(prefix) for name in names]
-    if all(name == "" or name.isdigit() for name in names):
+    numbered = [_PIXEL_NAME.fullmatch(name) for name in names]
+    if all(numbered):
         return tuple(map(str, range(len(layout.label))))
     return tuple(names)
 
@@ -134,13 +130,14 @@ def is_one_hot(fields: list[str]) -> bool:
 
 
 def _separator(lines: bytes) -> str:
-    first = lines.partition(b"\n")[0].decode("utf-8", errors="replace")
+    """The one that the first line holds most of."""
+    first = lines.lstrip(b"\r\n").partition(b"\n")[0].decode("utf-8", errors="replace")
     return max(",;\t", key=first.count)
 
 
 def _header(first: Sequence[str]) -> tuple[str, ...]:
     """The names in the first row, or none where it is data."""
-    names = tuple(name.strip() for name in first)
+    names = tuple(name.strip(' "') for name in first)
     texts = [name for name in names if not NUMBER.fullmatch(name) and not MISSING.fullmatch(name)]
     numbers = [name for name in names if name.isdigit()]
     if len(texts) * 2 >= len(names):
@@ -167,26 +164,26 @@ def _check_header(header: tuple[str, ...], rows: list[list[str]], path: str) -> 
 
 def _find_label(
     header: tuple[str, ...], rest: list[int], sample: list[list[str]], path: str, label_column: str
-) -> tuple[tuple[int, ...], str]:
-    """The label's columns among `rest`, none where the table has no labels; and why that is uncertain, if it is."""
+) -> tuple[tuple[int, ...], bool]:
+    """The label's columns among `rest`, none where there are no labels; and whether that is no more than assumed."""
     if label_column:
-        return (_asked_label(header, rest, path, label_column),), ""
+        return (_asked_label(header, rest, path, label_column),), False
     named = [column for column in rest if header and _LABEL_NAME.fullmatch(header[column])]
     if len(named) > 1:
         names = " and ".join(header[column] for column in named)
         raise UserError(f"{path}: columns {names} could both be the label; name one with --label_column")
     if named:
-        return (named[0],), ""
-    if math.isqrt(len(rest)) ** 2 == len(rest):
-        return (), ""
-    side = math.isqrt(len(rest) - 1) if len(rest) > 1 else 0
-    if side and side * side == len(rest) - 1:
+        return (named[0],), False
+    largest = math.isqrt(len(rest))
+    if largest * largest == len(rest):
+        return (), False
+    if largest * largest == len(rest) - 1:
         return _outer_label(header, rest, sample)
-    side = math.isqrt(len(rest)) if rest else 0
-    hot = rest[side * side :]
-    if side and sample and all(is_one_hot([row[column] for column in hot]) for row in sample):
-        return tuple(hot), ""
-    return (), ""
+    for side in range(largest, 1, -1):
+        beyond = rest[side * side :]
+        if sample and all(is_one_hot([row[column] for column in beyond]) for row in sample):
+            return tuple(beyond), False
+    return (), False
 
 
 def _asked_label(header: tuple[str, ...], rest: list[int], path: str, label_column: str) -> int:
@@ -202,19 +199,19 @@ def _asked_label(header: tuple[str, ...], rest: list[int], path: str, label_colu
     raise UserError(f"{path}: has no column {label_column} (--label_column); it has {', '.join(names[:8])}")
 
 
-def _outer_label(header: tuple[str, ...], rest: list[int], sample: list[list[str]]) -> tuple[tuple[int, ...], str]:
+def _outer_label(header: tuple[str, ...], rest: list[int], sample: list[list[str]]) -> tuple[tuple[int, ...], bool]:
     """A label without a known name: the column whose name is unlike the pixels', else the first, or the last.
 
-    First is usual. Last is assumed only where the first column holds one value, as a corner of the image does, and the
-    last does not.
+    First is usual. Last is assumed only where the first column is all background, as a corner of the image is, and the
+    last is not.
     """
     odd = [column for column in rest if header and not _PIXEL_NAME.fullmatch(header[column])]
     if len(odd) == 1:
-        return (odd[0],), ""
+        return (odd[0],), False
     first, last = ({row[column].strip() for row in sample} for column in (rest[0], rest[-1]))
-    if len(first) == 1 and len(last) > 1:
-        return (rest[-1],), "last"
-    return (rest[0],), "first"
+    if len(sample) >= 10 and len(first) == 1 < len(last) and first <= {"0", "0.0", "255", "255.0"}:
+        return (rest[-1],), True
+    return (rest[0],), False
 
 
 def _wrong_count(

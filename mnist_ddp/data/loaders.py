@@ -1,7 +1,7 @@
 """ImageSet -> DataLoaders. Which sample comes when is decided here, and never depends on the rank."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +26,14 @@ class Batch(NamedTuple):
     affine: Tensor | None  # (N, 2, 3) float32 where the images are to be augmented
 
 
-class Subset(NamedTuple):
+@dataclass(frozen=True)
+class Subset:
     """Some samples of an ImageSet: the set stays whole, so that a memory-mapped one is never copied."""
 
     image_set: ImageSet
     indices: Tensor  # (N,) int64
 
-    def __len__(self) -> int:  # type: ignore[override]  # samples, not fields
+    def __len__(self) -> int:
         return len(self.indices)
 
 
@@ -137,19 +138,24 @@ class TrainingSamples(EvaluationSamples):
         super().__init__(subset)
         self.seed = seed
         self.augment = augment
-        self.num_used = len(subset) // global_batch * global_batch
+        self.global_batch = global_batch
+        self.skip = 0  # samples that the epoch under way has seen already; a resumed run sets it
+        self._drawn: tuple[int, int] | None = None
         self.set_epoch(0)
 
     def __len__(self) -> int:
-        return self.num_used
+        return len(self.order)
 
     def set_epoch(self, epoch: int) -> None:
         """Draws order and augmentation of `epoch`, counted from 0. Accelerate's loaders call it before each pass."""
-        device = self.indices.device
+        if self._drawn == (epoch, self.skip):  # the loader asks again when its pass begins
+            return
+        self._drawn = (epoch, self.skip)
+        device, n = self.indices.device, len(self.indices)
+        rest = slice(self.skip, self.skip + (n - self.skip) // self.global_batch * self.global_batch)
         generator = _generator(self.seed, epoch)
-        order = torch.randperm(len(self.indices), generator=generator)[: self.num_used]
-        self.order = self.indices[order.to(device)]
-        self.affine = draw_affine(self.num_used, generator).to(device) if self.augment else None
+        self.order = self.indices[torch.randperm(n, generator=generator)[rest].to(device)]
+        self.affine = draw_affine(n, generator)[rest].to(device) if self.augment else None
 
     def __getitems__(self, positions: Sequence[int]) -> Batch:
         step = slice(positions[0], positions[-1] + 1)

@@ -1,6 +1,7 @@
 """A CSV file -> pixels and labels, read by pandas block by block in constant memory."""
 
 import csv
+import dataclasses
 import io
 import os.path
 from collections.abc import Iterator
@@ -35,6 +36,13 @@ class Contents(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Block(NamedTuple):
+    """Rows found to be right."""
+
+    pixels: NDArray[np.uint8]  # (n, side * side), 0..255
+    labels: NDArray[Any]  # (n,) int64, or object where they are names
+
+
 class _OtherScale(Exception):
     """All pixels so far were written as 0 or 1, and the next ones show that the assumed scale is wrong."""
 
@@ -55,13 +63,11 @@ class _Faults:
             self.raise_any()
 
     def raise_any(self) -> None:
-        if not self.count:
-            return
+        """Raises UserError if there are faults."""
         more = self.count - len(self.listed)
-        if more:
-            at_least = "at least " if self.count > _MAX_COUNTED else ""
-            self.listed.append(f"and {at_least}{more} more")
-        raise UserError(f"{self.path}: {'; '.join(self.listed)}")
+        at_least = "at least " if self.count > _MAX_COUNTED else ""
+        if self.count:
+            raise UserError(f"{self.path}: {'; '.join(self.listed)}{f'; and {at_least}{more} more' if more else ''}")
 
 
 def parse_csv(path: str, pixels: IO[bytes], *, label_column: str, transposed: bool, progress: bool) -> Contents:
@@ -77,130 +83,119 @@ def parse_csv(path: str, pixels: IO[bytes], *, label_column: str, transposed: bo
     Raises:
         UserError: the file cannot be read, has no known layout, or has faults.
     """
-    blocks = read_blocks(path)
-    first, share = next(blocks, (b"", 1.0))
-    first = unquote(first)
-    head = b"\n".join(first.split(b"\n", SAMPLE_ROWS)[:SAMPLE_ROWS])
-    layout = decide_layout(head, path, label_column)
+    first, _ = next(read_blocks(path), (b"", 1.0))
+    layout = decide_layout(unquote(b"\n".join(first.split(b"\n", SAMPLE_ROWS)[:SAMPLE_ROWS])), path, label_column)
     try:
-        return _parse(path, layout, pixels, transposed, progress, layout.unit_pixels)
+        return _convert(path, layout, pixels, transposed, progress)
     except _OtherScale:
         pixels.seek(0)
         pixels.truncate()
-        return _parse(path, layout, pixels, transposed, progress, not layout.unit_pixels)
+        layout = dataclasses.replace(layout, unit_pixels=not layout.unit_pixels)
+        return _convert(path, layout, pixels, transposed, progress)
 
 
-def _parse(
-    path: str, layout: Layout, pixels: IO[bytes], transposed: bool, progress: bool, unit_pixels: bool
-) -> Contents:
+def _convert(path: str, layout: Layout, pixels: IO[bytes], transposed: bool, progress: bool) -> Contents:
     from tqdm import tqdm
 
     faults = _Faults(path)
     labels: list[NDArray[Any]] = []
+    corners: set[int] = set()  # values of the first pixel
     dtype = "uint8"  # float64 from the first block on that does not fit
     only_bits = True  # whether all pixels so far were written as 0 or 1
-    corners: set[int] = set()  # values of the first pixel
-    num_rows = 0
     lines = b""
     with tqdm(desc=os.path.basename(path), unit=" rows", unit_scale=True, disable=not progress) as bar:
-        for lines, first_row, share in _numbered(path, bool(layout.header), faults):
+        for lines, first_row, share in _numbered_blocks(path, bool(layout.header), faults):
             table = _parse_numbers(lines, layout, dtype)
-            block = table and _check_values(table, layout, unit_pixels, only_bits)
-            if table and table.pixels.dtype == np.float64:
-                dtype = "float64"
+            block = None
+            if table is not None:
+                dtype = table.pixels.dtype.name
+                block = _check_values(table, layout)
+                if block is None and only_bits and _to_bytes(table.pixels, not layout.unit_pixels) is not None:
+                    raise _OtherScale
+                only_bits = only_bits and bool(np.isin(table.pixels, (0, 1)).all())
             if block is None:
-                before = faults.count
-                for fault in find_faults(lines, layout, unit_pixels, first_row):
-                    faults.add(fault)
-                if faults.count == before:
-                    last_row = first_row + lines.rstrip(b"\n").count(b"\n")
-                    faults.add(f"rows {first_row} to {last_row} hold something that is no table of numbers")
+                _add_faults(faults, lines, layout, first_row)
             elif not faults.count:
                 images = block.pixels.reshape(-1, layout.side, layout.side)
                 pixels.write(np.ascontiguousarray(images.transpose(0, 2, 1) if transposed else images).data)
                 labels.append(block.labels)
-                only_bits = only_bits and block.only_bits
                 corners.update(np.unique(images[:, 0, 0]).tolist())
-            num_rows = first_row + lines.rstrip(b"\n").count(b"\n")
-            bar.total = round(num_rows / share)
-            bar.update(num_rows - bar.n)
+            bar.update(lines.count(b"\n"))
+            bar.total = round(bar.n / share)
     faults.raise_any()
     if not labels:
         raise UserError(f"{path}: has a header but no rows")
-    if layout.assumed == "last" and len(corners) > 1:
+    if layout.assumed_last and len(corners) > 1:
         raise UserError(f"{path}: the label may be the first or the last column; say --label_column first or last")
+
     notes = []
-    if unit_pixels:
+    if layout.unit_pixels:
         notes.append(f"{path}: pixels of 0 to 1 were scaled to 0 to 255")
-    if layout.assumed == "last":
-        notes.append(f"{path}: the last column was taken as the label, since the first holds one value only")
+    if layout.assumed_last:
+        notes.append(f"{path}: the last column was taken as the label, since the first holds a single value")
     if "emnist" in os.path.basename(path).lower() and not transposed:
-        notes.append(f"{path}: EMNIST images are stored transposed; --transposed true puts them upright")
-    if _may_be_cut(lines, layout, unit_pixels):
+        notes.append(f"{path}: EMNIST images are usually stored transposed; --transposed true puts them upright")
+    if _may_be_cut(lines, layout):
         notes.append(f"{path}: no newline after the last number; if the file was cut, digits of it may be missing")
     return _contents(layout, np.concatenate(labels), tuple(notes), path)
 
 
-def _numbered(path: str, header: bool, faults: _Faults) -> Iterator[tuple[bytes, int, float]]:
-    """Yields (lines, number of the first, share of the file read) without header and without empty lines at the end."""
+def _numbered_blocks(path: str, header: bool, faults: _Faults) -> Iterator[tuple[bytes, int, float]]:
+    """Yields (lines, number of the first, share of the file read), without the header and empty lines at the end."""
     row = 1
-    empty = 0  # lines just before
+    empty = 0  # lines just before `row`
     for lines, share in read_blocks(path):
         lines = unquote(lines)
-        if row == 1 and header:
+        if header and row == 1:
             lines = lines.partition(b"\n")[2]
             row = 2
         kept = lines.rstrip(b"\r\n")
+        num_lines = lines.count(b"\n")
         if kept:
             if empty:
-                faults.add(f"row {row - 1} is empty")
-            end = lines[len(kept) :]
-            yield (kept + b"\n" if b"\n" in end else kept), row, share
-            row += kept.count(b"\n")
-            empty = end.count(b"\n") - 1
-        row += lines[len(kept) :].count(b"\n")
+                faults.add(f"row {row - empty} is empty")
+            yield kept + b"\n" * (num_lines > kept.count(b"\n")), row, share
+            empty = 0
+            num_kept = kept.count(b"\n") + 1
+        else:
+            num_kept = 0
+        empty += max(0, num_lines - num_kept)
+        row += num_lines
 
 
 class _Table(NamedTuple):
-    """A block of rows as pandas reads it."""
+    """Rows as pandas reads them."""
 
     pixels: NDArray[Any]  # (n, side * side) uint8 or float64
-    labels: NDArray[Any]  # (n,) or, one-hot, (n, classes), of the same dtype; (n,) object where they are names
-
-
-class _Block(NamedTuple):
-    """A block of rows found to be right."""
-
-    pixels: NDArray[np.uint8]  # (n, side * side), 0..255
-    labels: NDArray[Any]  # (n,) int64 or object
-    only_bits: bool  # whether all pixels were written as 0 or 1
+    labels: NDArray[Any]  # (n, k) of the same type, or object: a label, one-hot labels, or none
 
 
 def _parse_numbers(lines: bytes, layout: Layout, dtype: str) -> _Table | None:
-    """The block in `dtype` or, where it does not fit, float64; None where it is no table of numbers."""
+    """Rows in `dtype` or, where it does not fit, float64; None where they are no table of numbers."""
     import pandas as pd
 
-    num_rows = lines.rstrip(b"\n").count(b"\n") + 1
-    texts = [*layout.ignored, *(layout.label if layout.text_labels else ())]
+    num_rows = lines.count(b"\n") + (not lines.endswith(b"\n"))
+    texts = {*layout.ignored, *(layout.label if layout.text_labels else ())}
     for number in dict.fromkeys((dtype, "float64")):
-        dtypes: Any = {column: "object" if column in texts else number for column in range(layout.num_columns)}
+        by_column: Any = {column: "object" if column in texts else number for column in range(layout.num_columns)}
         try:
-            with np.errstate(invalid="ignore"):  # casts that do not fit are refused by pandas itself
+            with np.errstate(invalid="ignore"):  # of casts that pandas then refuses
                 frame = pd.read_csv(
                     io.BytesIO(lines),
                     sep=layout.separator,
                     header=None,
-                    dtype=dtypes if texts else number,
+                    dtype=by_column if texts else number,
                     engine="c",
-                    quoting=csv.QUOTE_NONE,  # well-placed quotes were removed before
+                    quoting=csv.QUOTE_NONE,  # quotes around whole fields are gone
                     na_filter=False,  # blanks are refused instead of filled
                     low_memory=False,
                 )
         except (ValueError, OverflowError):  # pandas' own errors are ValueErrors
             continue
-        if frame.shape == (num_rows, layout.num_columns):
-            label = frame.iloc[:, layout.label[0]] if len(layout.label) == 1 else frame.iloc[:, list(layout.label)]
-            return _Table(frame.iloc[:, _slice(layout.pixels)].to_numpy(), label.to_numpy())
+        # pandas skips empty lines and takes a carriage return for a newline: the number of rows tells.
+        if frame.shape == (num_rows, layout.num_columns) and b"\0" not in lines:
+            pixels = frame.iloc[:, _slice(layout.pixels)].to_numpy()
+            return _Table(pixels, frame.iloc[:, list(layout.label)].to_numpy())
     return None
 
 
@@ -210,59 +205,54 @@ def _slice(columns: tuple[int, ...]) -> Any:
     return slice(whole.start, whole.stop) if len(whole) == len(columns) else list(columns)
 
 
-def _check_values(table: _Table, layout: Layout, unit_pixels: bool, only_bits: bool) -> _Block | None:
-    """The block with its pixels as bytes; None where a value is out of its range.
-
-    Raises:
-        _OtherScale: `only_bits`, and all pixels fit the other scale.
-    """
-    pixels = _to_bytes(table.pixels, unit_pixels)
-    if pixels is None:
-        if only_bits and _to_bytes(table.pixels, not unit_pixels) is not None:
-            raise _OtherScale
-        return None
-    labels = table.labels
-    if not layout.label:
-        labels = np.zeros(len(pixels))
-    elif layout.text_labels:
-        if not all(_is_name(text) for text in labels):
-            return None
-    elif len(layout.label) > 1:
-        if not ((labels == 1).sum(1) == 1).all() or not ((labels == 0).sum(1) == len(layout.label) - 1).all():
-            return None
-        labels = labels.argmax(1)
-    elif labels.dtype == np.float64 and not ((labels == np.floor(labels)) & (np.abs(labels) < 2**53)).all():
-        return None
-    if not layout.text_labels:
-        labels = labels.astype(np.int64)
-    return _Block(pixels, labels, only_bits and bool((table.pixels <= 1).all() and np.isin(table.pixels, (0, 1)).all()))
+def _check_values(table: _Table, layout: Layout) -> _Block | None:
+    """The rows with pixels as bytes, or None where a value is out of its range."""
+    pixels = _to_bytes(table.pixels, layout.unit_pixels)
+    labels = _to_labels(table.labels, layout)
+    return None if pixels is None or labels is None else _Block(pixels, labels)
 
 
 def _to_bytes(pixels: NDArray[Any], unit_pixels: bool) -> NDArray[np.uint8] | None:
-    """Pixels as 0..255, of values 0..1 or of whole values 0..255; None where one is neither."""
+    """Pixels as 0..255, from values 0..1 or from whole values 0..255; None where one is neither."""
     if unit_pixels:
-        if not ((pixels >= 0) & (pixels <= 1)).all():
-            return None
-        return np.rint(pixels * 255.0).astype(np.uint8)
+        in_range = ((pixels >= 0) & (pixels <= 1)).all()
+        return np.rint(pixels * 255.0).astype(np.uint8) if in_range else None
     if pixels.dtype == np.uint8:
         return pixels
-    if not ((pixels >= 0) & (pixels <= 255) & (pixels == np.floor(pixels))).all():
-        return None
-    return pixels.astype(np.uint8)
+    in_range = ((pixels >= 0) & (pixels <= 255) & (pixels == np.floor(pixels))).all()
+    return pixels.astype(np.uint8) if in_range else None
 
 
-def _is_name(text: str) -> bool:
-    return bool(text.strip()) and not NUMBER.fullmatch(text)
+def _to_labels(labels: NDArray[Any], layout: Layout) -> NDArray[Any] | None:
+    """(n,) whole numbers or names, from n x k columns of labels; None where one is neither."""
+    if len(layout.label) > 1:
+        ordered = np.sort(labels)  # 0, 0, ..., 1
+        right = (ordered[:, -1] == 1).all() and (ordered[:, :-1] == 0).all()
+        return labels.argmax(1) if right else None
+    if not layout.label:
+        return np.zeros(len(labels), np.int64)
+    if layout.text_labels:
+        names = np.array([text.strip() for text in labels[:, 0]], dtype=object)
+        return names if all(name and not NUMBER.fullmatch(name) for name in names) else None
+    right = ((labels == np.floor(labels)) & (np.abs(labels) < 2.0**53)).all()
+    return labels[:, 0].astype(np.int64) if right else None
 
 
-def _may_be_cut(lines: bytes, layout: Layout, unit_pixels: bool) -> bool:
+def _add_faults(faults: _Faults, lines: bytes, layout: Layout, first_row: int) -> None:
+    before = faults.count
+    for fault in find_faults(lines, layout, first_row):
+        faults.add(fault)
+    assert faults.count > before, f"rows from {first_row} on were refused for no reason that find_faults knows"
+
+
+def _may_be_cut(lines: bytes, layout: Layout) -> bool:
     """Whether the last line has no newline, and its last number could have gone on."""
-    if lines.endswith(b"\n") or len(layout.label) > 1 and layout.num_columns - 1 in layout.label:
+    if lines.endswith(b"\n"):
         return False
-    if unit_pixels or layout.num_columns - 1 in layout.label:
-        return True
+    if layout.num_columns - 1 not in layout.pixels:
+        return layout.label == (layout.num_columns - 1,)
     last = lines[lines.rfind(layout.separator.encode()) + 1 :].strip()
-    return last != b"0" and b"." not in last and float(last) <= 25
+    return layout.unit_pixels or (last != b"0" and b"." not in last and float(last) <= 25)
 
 
 def _contents(layout: Layout, labels: NDArray[Any], notes: tuple[str, ...], path: str) -> Contents:

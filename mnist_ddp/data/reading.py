@@ -1,9 +1,129 @@
+"""A file of labelled images -> ImageSet."""
+
+import os
+from collections.abc import Sequence
+from typing import IO
+
 import torch
 
+from mnist_ddp.data.cache import Stored, load_or_parse
+from mnist_ddp.data.image_set import ImageSet
+from mnist_ddp.data.parsing import Contents, parse_csv
+from mnist_ddp.errors import UserError
 
-def read_image_set(path, class_names=None, **k):
-    import pandas as pd, gzip
-    from mnist_ddp.data.image_set import ImageSet
 
-    t = torch.from_numpy(pd.read_csv(path, header=None, dtype="uint8").to_numpy())
-    return ImageSet(t[:, 1:].reshape(-1, 28, 28).contiguous(), t[:, 0].long(), tuple("0123456789"), str(path))
+def read_image_set(
+    path: str | os.PathLike[str],
+    *,
+    label_column: str = "",
+    transposed: bool = False,
+    label_names: str = "",
+    class_names: Sequence[str] | None = None,
+    cache_dir: str = "",
+    progress: bool = False,
+) -> ImageSet:
+    """The images and labels of a CSV file in any of the usual layouts.
+
+    Args:
+        path: the file; packed or not.
+        label_column: a name in the header, or first or last. Empty: found.
+        transposed: whether images are stored column by column, as in EMNIST.
+        label_names: an EMNIST mapping file, "label code point" a line, that names the classes. Empty: their labels.
+        class_names: the classes of another file, which the labels must be among. None: the labels found.
+        cache_dir: where parsed files are kept for the next start and the other processes. Empty: nowhere.
+        progress: whether to show a bar while parsing.
+
+    Raises:
+        UserError: the file cannot be read, has no known layout, has faults or no labels; or its labels are not among
+            `class_names`, or all the same where that is None.
+    """
+    path = os.fspath(path)
+    stored = read_table(path, label_column=label_column, transposed=transposed, cache_dir=cache_dir, progress=progress)
+    if stored.labels is None:
+        height, width = stored.images.shape[1:]
+        raise UserError(
+            f"{path}: has no labels, only {height * width} columns for {height}x{width} pixels; training needs labels"
+        )
+    names = stored.class_names
+    if label_names:
+        names = _rename(names, label_names, path)
+    if class_names is not None:
+        return ImageSet(stored.images, _match(stored, names, class_names, path), tuple(class_names), path, stored.notes)
+    if len(names) < 2:
+        raise UserError(f"{path}: all labels are {names[0]}; training needs two classes; --label_column names another column")
+    return ImageSet(stored.images, stored.labels, names, path, stored.notes)
+
+
+def read_table(
+    path: str | os.PathLike[str],
+    *,
+    label_column: str = "",
+    transposed: bool = False,
+    cache_dir: str = "",
+    progress: bool = False,
+) -> Stored:
+    """The images of a CSV file, with labels where it has them: see `read_image_set`.
+
+    Raises:
+        UserError: the file cannot be read, has no known layout, or has faults.
+    """
+    path = os.fspath(path)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    if not os.path.isfile(path):
+        folder = os.path.isdir(path)
+        raise UserError(f"{path}: is {'a folder; give it to --dataset' if folder else 'no regular file'}")
+
+    def parse(pixels: IO[bytes]) -> Contents:
+        found = parse_csv(path, pixels, label_column=label_column, transposed=transposed, progress=progress)
+        now = os.stat(path)
+        if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+            raise UserError(f"{path}: changed while it was read; start again when it is complete")
+        return found
+
+    key = {
+        "path": os.path.realpath(path),
+        "size": status.st_size,
+        "mtime": status.st_mtime_ns,
+        "label_column": label_column,
+        "transposed": transposed,
+    }
+    return load_or_parse(parse, key, os.path.basename(path), cache_dir)
+
+
+def _rename(labels: Sequence[str], mapping_path: str, path: str) -> tuple[str, ...]:
+    """Names of `labels` by an EMNIST mapping: lines of a label and its code points, of which the first counts."""
+    names = {}
+    try:
+        with open(mapping_path) as file:
+            for row, line in enumerate(file, 1):
+                numbers = line.split()
+                if numbers and (len(numbers) < 2 or not all(number.isdecimal() for number in numbers)):
+                    raise UserError(
+                        f"--label_names {mapping_path}: row {row} is no label and code point: {line.strip()!r}"
+                    )
+                if numbers:
+                    names[numbers[0]] = chr(int(numbers[1]))
+    except (OSError, UnicodeDecodeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or "is no mapping of labels to code points"
+        raise UserError(f"--label_names {mapping_path}: {reason}") from error
+    for label in labels:
+        if label not in names:
+            raise UserError(f"--label_names {mapping_path}: has no label {label}, which {path} holds")
+    chosen = tuple(names[label] for label in labels)
+    if len(set(chosen)) < len(chosen):
+        raise UserError(f"--label_names {mapping_path}: gives two labels of {path} the same name")
+    return chosen
+
+
+def _match(stored: Stored, names: Sequence[str], class_names: Sequence[str], path: str) -> torch.Tensor:
+    """Labels as (N,) int64 indices into `class_names` instead of `names`."""
+    assert stored.labels is not None
+    unknown = [name for name in names if name not in class_names]
+    if unknown:
+        raise UserError(
+            f"{path}: label {unknown[0]} is not among the classes of the main file: {', '.join(class_names[:20])}"
+        )
+    return torch.tensor([class_names.index(name) for name in names])[stored.labels]

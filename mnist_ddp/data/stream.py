@@ -8,15 +8,16 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mnist_ddp.errors import UserError
 
 BLOCK_BYTES = 8 << 20  # about 4,000 rows of 28x28; the largest part of a file that is ever in memory as text
 
+_UTF_16 = "is UTF-16 text; save it as UTF-8"
 _NOT_CSV = {
-    b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
-    b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+    b"\xff\xfe": _UTF_16,
+    b"\xfe\xff": _UTF_16,
     b"PAR1": "is a Parquet file; give its folder to --dataset",
     b"ARROW1": "is an Arrow file; give the folder that save_to_disk wrote to --dataset",
     b"\x00\x00\x08": "is an MNIST idx file; convert it to CSV",
@@ -29,7 +30,7 @@ _NOT_CSV = {
 def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, float]]:
     """Yields (lines, share): the text in blocks of whole lines, and the share of the file read so far, 0 to 1.
 
-    .gz, .xz, .zst, .bz2 and .zip are recognised by their content, whatever the name. A UTF-8 byte order mark is left out.
+    .gz, .xz, .zst, .bz2 and .zip are recognised by their content, not their name. A byte order mark is left out.
     Every block but the last ends with a newline.
 
     Raises:
@@ -63,7 +64,7 @@ def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[byt
         raise UserError(f"{path}: {_damage(error)}") from error
 
 
-def _unpack(file: BinaryIO, path: str) -> IO[bytes]:
+def _unpack(file: BinaryIO, path: str) -> Any:  # something with read()
     magic = file.read(6)
     file.seek(0)
     if magic.startswith(b"\x1f\x8b"):
@@ -100,7 +101,7 @@ def _check_text(head: bytes, path: str) -> None:
         if head.lstrip(b" \t\r\n").startswith(magic):
             raise UserError(f"{path}: {what}")
     if head.count(b"\0") * 3 > len(head) and head.count(b"\n\0") + head.count(b"\0\n"):
-        raise UserError(f"{path}: {_NOT_CSV[b'\xff\xfe']}")
+        raise UserError(f"{path}: {_UTF_16}")
     # A stray NUL is a fault of its row; many control bytes are another kind of file.
     if len(re.findall(rb"[\x00-\x08\x0e-\x1f\x7f]", head)) * 20 > len(head):
         raise UserError(f"{path}: is a binary file, not CSV")

@@ -28,7 +28,7 @@ class SyncBatchNorm(_BatchNorm):
     and bias are those of the process's own samples, for DDP to average.
 
     Attributes:
-        process_group: the processes that share statistics; None means all. In training they must call the layer together.
+        process_group: the processes that share statistics; None means all. In training they call the layer together.
     """
 
     process_group: Any = None
@@ -56,6 +56,8 @@ class SyncBatchNorm(_BatchNorm):
         if count < 2:
             raise ValueError(f"expected more than 1 value per channel in training, got {count} on all processes")
         if self.track_running_stats:
+            assert self.running_mean is not None and self.running_var is not None
+            assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
@@ -77,7 +79,8 @@ def convert_sync_batchnorm(module: nn.Module, device: torch.device, process_grou
         return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     for layer in module.modules():
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
-            layer.__class__ = SyncBatchNorm  # as torch's lazy modules do: whoever holds the layer keeps it
+            # As torch's lazy modules do: whoever holds the layer, its parameters or its hooks keeps them.
+            layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
             layer.process_group = process_group
     return module
 
@@ -159,11 +162,13 @@ class _Normalize(torch.autograd.Function):
             c_C = -a_C * mean_g_C - b_C * mean_C
             a, b, c = (_expand(coefficient_C, input) for coefficient_C in (a_C, b_C, c_C))
             grad_input = torch.addcmul(c, grad_output, a).addcmul_(input, b)
-        if not ctx.needs_input_grad[1]:
-            grad_weight = None
-        if not ctx.needs_input_grad[2]:
-            grad_bias = None
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+        _, weight_needs_grad, bias_needs_grad, *_ = ctx.needs_input_grad
+        return (
+            grad_input,
+            grad_weight if weight_needs_grad else None,
+            grad_bias if bias_needs_grad else None,
+            *(None, None, None, None, None),
+        )
 
 
 def _gather(local: Tensor, group: Any) -> Tensor:

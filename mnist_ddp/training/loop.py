@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ from tqdm import tqdm
 from mnist_ddp.data.augment import apply_affine
 from mnist_ddp.data.loaders import Batch
 from mnist_ddp.training.evaluation import Evaluation, evaluate
+from mnist_ddp.training.signals import StopSignals
 from mnist_ddp.training.state import TrainingState
 
 # Steps between two looks at the running sums: each look waits for the device.
-_STEPS_PER_CHECK = 16
+_STEPS_PER_LOOK = 16
 
 
 @dataclass(frozen=True)
@@ -110,45 +111,67 @@ def fit(
     label_smoothing: float,
     max_grad_norm: float,
     target_accuracy: float,
+    signals: StopSignals,
+    save: Callable[[], None] = lambda: None,
+    save_every_steps: int = 0,
     progress: bool = False,
 ) -> Iterator[EpochResult]:
     """Trains until `state.status` is set, and yields one result per epoch.
 
-    All processes iterate together. `state` is consistent, and may be saved, while the generator waits.
+    All processes iterate together. The generator waits where `state` is that of a complete epoch.
 
     Args:
         accelerator: of this run.
-        state: is changed; training goes on from where it stands.
+        state: is changed; training goes on from where it stands, in the middle of an epoch too.
         train_loader: prepared; ends after whole global batches.
         val_loader: prepared with even_batches=False.
         epochs: in all, those of `state.epoch` included.
         num_classes: of the model.
         label_smoothing, max_grad_norm: see `train_step`.
         target_accuracy: validation accuracy at which to stop, as a fraction; 0 for none.
+        signals: ask for a stop at the next step.
+        save: writes a checkpoint of `state`; is called on all processes after each epoch, and when a signal stops it.
+        save_every_steps: optimizer steps between further checkpoints; 0 for none.
         progress: whether to draw a bar on stderr.
     """
-    while state.status is None:
-        started = time.perf_counter()
-        train_loss, images = _train_epoch(
+    step_settings = {"label_smoothing": label_smoothing, "max_grad_norm": max_grad_norm}
+    while True:
+        # Before the epoch, not after: a run that was killed once its last epoch was saved resumes to the same decision.
+        reached = bool(state.history) and 0 < target_accuracy <= state.history[-1]["val_accuracy"]
+        state.status = _decide(
             accelerator,
-            state,
-            train_loader,
-            label_smoothing=label_smoothing,
-            max_grad_norm=max_grad_norm,
-            progress=progress,
+            preempted=signals.agree(),
+            target_reached=reached,
+            early_stopped=state.stopper.should_stop,
+            finished=state.epoch >= epochs,
         )
+        if state.status is not None:
+            return
+
+        started, start_position = time.perf_counter(), state.samples_done
+        for _ in _steps(accelerator, state, train_loader, step_settings, progress):
+            if signals.step():
+                state.status = "preempted"
+                save()
+                return
+            if save_every_steps and state.step % save_every_steps == 0:
+                save()
+        train_loss = _global_mean_loss(accelerator, state)
         train_seconds = time.perf_counter() - started
         if not math.isfinite(train_loss):
             state.status = "diverged"
             return
         val = evaluate(accelerator, state.average.module, val_loader, num_classes)
+        if not math.isfinite(val.loss):
+            state.status = "diverged"
+            return
 
         state.epoch += 1
         improved = state.stopper.update(val.accuracy, val.loss)
         if improved:
             state.best_epoch, state.best_val_accuracy = state.epoch, val.accuracy
             state.best_weights = {name: t.detach().clone() for name, t in state.average.module.state_dict().items()}
-        yield EpochResult(
+        result = EpochResult(
             epoch=state.epoch,
             step=state.step,
             lr=state.optimizer.param_groups[0]["lr"],
@@ -156,45 +179,45 @@ def fit(
             val=val,
             improved=improved,
             seconds=time.perf_counter() - started,
-            images_per_second=images / train_seconds,
+            images_per_second=(state.samples_done - start_position) / train_seconds,
         )
-        state.status = _decide(
-            accelerator,
-            diverged=not math.isfinite(val.loss),
-            target_reached=0 < target_accuracy <= val.accuracy,
-            early_stopped=state.stopper.should_stop,
-            finished=state.epoch >= epochs,
-        )
+        state.history.append(result.metrics())
+        state.samples_done, state.loss_sum = 0, torch.zeros_like(state.loss_sum)
+        save()
+        yield result
 
 
-def _train_epoch(
+def _steps(
     accelerator: Accelerator,
     state: TrainingState,
     loader: DataLoader[Batch],
-    *,
-    label_smoothing: float,
-    max_grad_norm: float,
+    step_settings: dict[str, float],
     progress: bool,
-) -> tuple[float, int]:
-    """One pass. Returns mean loss, not finite if training diverged, and number of samples, over all processes."""
+) -> Iterator[None]:
+    """The rest of the epoch under way. Yields after each optimizer step; ends early once training has diverged."""
     state.model.train()
+    state.loss_sum = state.loss_sum.to(accelerator.device)
+    loader.dataset.skip = state.samples_done  # type: ignore[attr-defined]
     loader.set_epoch(state.epoch)  # type: ignore[attr-defined]  # else a resumed loader starts with epoch 0 again
     scaled = accelerator.scaler is not None  # then an infinite gradient is a skipped step, not divergence
-    loss_sum = torch.zeros((), dtype=torch.float32, device=accelerator.device)
-    count = 0
     bar = tqdm(loader, desc=f"epoch {state.epoch + 1}", unit="step", leave=False, disable=not progress)
     for index, batch in enumerate(bar):
-        step = train_step(accelerator, state, batch, label_smoothing=label_smoothing, max_grad_norm=max_grad_norm)
-        loss_sum += step.loss * len(batch.labels)
-        count += len(batch.labels)
-        if step.grad_norm is not None and not scaled:
-            loss_sum += step.grad_norm * 0  # NaN from the first non-finite gradient on, on all processes alike
-            last_look = accelerator.device.type == "cpu" or index % _STEPS_PER_CHECK == 0
-            if last_look and not math.isfinite(step.grad_norm):
-                break
-    sums = torch.stack([loss_sum, torch.full_like(loss_sum, count)])
-    total, samples = accelerator.reduce(sums, reduction="sum").tolist()
-    return total / samples, int(samples)
+        step = train_step(accelerator, state, batch, **step_settings)
+        state.loss_sum += step.loss * len(batch.labels)
+        state.samples_done += len(batch.labels) * accelerator.num_processes
+        if step.grad_norm is None:
+            continue
+        if not scaled:
+            state.loss_sum += step.grad_norm * 0  # NaN from the first non-finite gradient on, on all processes alike
+            look = accelerator.device.type == "cpu" or index % _STEPS_PER_LOOK == 0
+            if look and not math.isfinite(step.grad_norm):
+                return
+        yield
+
+
+def _global_mean_loss(accelerator: Accelerator, state: TrainingState) -> float:
+    """Mean loss of the epoch's samples over all processes; not finite if training diverged on any."""
+    return accelerator.reduce(state.loss_sum, reduction="sum").item() / state.samples_done
 
 
 def _decide(accelerator: Accelerator, **reasons: bool) -> Any:

@@ -1,128 +1,132 @@
 """The folder of a run. One process writes it; every file appears whole or not at all."""
 
+import fcntl
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import accelerate
+import torch
+
+import mnist_ddp
+from mnist_ddp.data.loaders import Splits
 from mnist_ddp.errors import UserError
-from mnist_ddp.settings import Settings, dump_settings
-from mnist_ddp.training.evaluation import Evaluation
+from mnist_ddp.files import replace_folder, write_whole
+from mnist_ddp.settings import MAY_CHANGE, Settings, dump_settings
+from mnist_ddp.training.checkpoint import Checkpoints, Snapshot
 from mnist_ddp.training.state import TrainingState
 
-SETTINGS, METRICS, RESULT, MODEL = "settings.yaml", "metrics.jsonl", "result.json", "cnn"
+SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS = "settings.yaml", "metrics.jsonl", "result.json", "cnn", "checkpoints"
 # All that a run writes: what `--resume never` removes, so that other files in the folder survive it.
-_OURS = (SETTINGS, METRICS, RESULT, MODEL, "checkpoints", "tensorboard", "report.html")
+_OURS = (SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS, "tensorboard", "report.html")
+
+
+def describe_run(settings: Settings, splits: Splits, processes: int) -> dict[str, Any]:
+    """What makes a run the same run, in JSON values: the same on all of its processes, and when it resumes."""
+    return {
+        "settings": {name: value for name, value in asdict(settings).items() if name not in MAY_CHANGE},
+        "images": [subset.image_set.fingerprint() for subset in splits],
+        "global_batch": settings.batch_size * processes * settings.gradient_accumulation_steps,
+        "versions": {
+            "torch": torch.__version__,
+            "accelerate": accelerate.__version__,
+            "mnist_ddp": mnist_ddp.__version__,
+        },
+    }
 
 
 class RunFolder:
-    """The files of one run.
+    """The files of one run, locked against a second one for as long as this process lives.
 
     Args:
         path: is created where it does not exist.
-        resume: "auto" refuses a folder that holds a run, "never" removes that run.
+        resume: "never" removes the run that it holds.
+        keep_checkpoints: how many to keep.
 
     Raises:
-        UserError: the folder holds a run, or cannot be written.
+        UserError: the folder cannot be written, or another run is using it.
     """
 
-    def __init__(self, path: str | Path, resume: Literal["auto", "never"]) -> None:
+    def __init__(self, path: str | Path, resume: Literal["auto", "never"], keep_checkpoints: int) -> None:
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / ".writable", b"")
             (self.path / ".writable").unlink()
-            held = [name for name in _OURS if (self.path / name).exists()]
-            if held and resume == "auto":
-                raise UserError(
-                    f"--pt_path {path} holds a run already ({held[0]}); choose another folder, "
-                    "or --resume never to replace it"
-                )
-            for name in held:
+            self._lock()
+            for name in _OURS if resume == "never" else ():
                 target = self.path / name
-                shutil.rmtree(target) if target.is_dir() else target.unlink()
+                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"--pt_path {path} cannot be written: {error.strerror}; choose another folder") from error
+        self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep_checkpoints)
 
-    def write_settings(self, settings: Settings) -> None:
+    def _lock(self) -> None:
+        # The kernel drops the lock with the last descriptor, so it cannot outlive the process.
+        self._lock_file = open(self.path / ".lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--pt_path {self.path}: another run is using this folder; wait for it, or choose another"
+            ) from None
+
+    def resume(self, run: Mapping[str, Any]) -> tuple[Snapshot | None, dict[str, Any] | None, list[str]]:
+        """Where the run in this folder stands.
+
+        Args:
+            run: what identifies this run, see `describe_run`.
+
+        Returns:
+            Its newest whole checkpoint and its result, None where there is none; and lines to print.
+
+        Raises:
+            UserError: the run in the folder has other settings or data, or all of its checkpoints are damaged.
+        """
+        snapshot, notes = self.checkpoints.newest()
+        if snapshot is None:
+            return None, None, notes
+        saved = snapshot.values["run"]
+        changed = [
+            f"--{name} {saved['settings'].get(name)!r} -> {value!r}"
+            for name, value in run["settings"].items()
+            if saved["settings"].get(name) != value
+        ]
+        if saved["images"] != run["images"]:
+            changed.append("the images are not the same")
+        if changed:
+            raise UserError(
+                f"--pt_path {self.path} holds a run with other settings ({'; '.join(changed)}); "
+                "choose another folder, or --resume never to replace it"
+            )
+        if saved["global_batch"] != run["global_batch"]:
+            notes.append(
+                f"the global batch changes from {saved['global_batch']} to {run['global_batch']}: from here on the run "
+                "differs from an uninterrupted one"
+            )
+        result_path = self.path / RESULT
+        return snapshot, json.loads(result_path.read_text()) if result_path.exists() else None, notes
+
+    def begin(self, settings: Settings, state: TrainingState) -> None:
+        """Writes settings.yaml, and brings metrics.jsonl to where `state` stands.
+
+        The metrics of a resumed run may be a line ahead of its checkpoint, or behind.
+        """
         write_whole(self.path / SETTINGS, dump_settings(settings).encode())
+        lines = "".join(json.dumps(line) + "\n" for line in state.history)
+        write_whole(self.path / METRICS, lines.encode())
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl."""
         with open(self.path / METRICS, "a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def write_result(self, state: TrainingState, test: Evaluation | None, **surroundings: Any) -> dict[str, Any]:
-        """Writes result.json and returns what is in it.
-
-        Args:
-            state: after the last epoch.
-            test: of the best weights; None where training never got that far.
-            surroundings: further entries, such as the world size.
-        """
-        result = {
-            "status": state.status,
-            "epochs": state.epoch,
-            "best_epoch": state.best_epoch,
-            "best_val_accuracy": state.best_val_accuracy,
-            "test_loss": test.loss if test else None,
-            "test_accuracy": test.accuracy if test else None,
-            "num_test": test.count if test else None,
-            **surroundings,
-        }
+    def write_result(self, result: Mapping[str, Any]) -> None:
         write_whole(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
-        return result
 
     def save_model(self, model: Any) -> None:
         """Writes `model.save_pretrained` to cnn/, in place of an older one."""
-        replace_folder(self.path / MODEL, lambda folder: model.save_pretrained(folder))
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that other programs see complete or not at all, and that survives a power cut once this returns."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def replace_folder(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Puts a folder that `fill` has filled in the place of `path`.
-
-    A folder cannot be renamed over another, so for an instant there is none; the old one is beside it then.
-    """
-    temporary, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("new", "old"))
-    for leftover in (temporary, old):  # of a killed run
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
-    fill(temporary)
-    umask = os.umask(0)
-    os.umask(umask)
-    for file in temporary.iterdir():
-        file.chmod(0o666 & ~umask)  # safetensors writes 0600
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
-    sync_folder(temporary)
-    if path.exists():
-        path.rename(old)
-    temporary.rename(path)
-    sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        replace_folder(self.path / MODEL, model.save_pretrained)

@@ -1,7 +1,7 @@
 """What a training run changes as it goes, and how it starts."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mnist_ddp.model.batchnorm import convert_sync_batchnorm
+from mnist_ddp.training.checkpoint import Snapshot
 from mnist_ddp.training.early_stopping import EarlyStopping
+from mnist_ddp.training.evaluation import Evaluation
 
-Status = Literal["early_stopped", "finished", "target_reached", "diverged"]
-EXIT_STATUS: dict[Status, int] = {"early_stopped": 0, "finished": 0, "target_reached": 0, "diverged": 3}
+Status = Literal["early_stopped", "finished", "target_reached", "diverged", "preempted"]
 
 
 @dataclass
@@ -29,6 +30,9 @@ class TrainingState:
         best_weights: state_dict of the average at the best epoch.
         best_epoch: counted from 1; 0 before the first.
         best_val_accuracy: the best epoch's, as a fraction.
+        samples_done: of the epoch under way, over all processes.
+        loss_sum: () this process's, over its samples of the epoch under way.
+        history: metrics of each complete epoch.
         status: why training ended; None while it goes on.
     """
 
@@ -41,7 +45,90 @@ class TrainingState:
     best_weights: dict[str, Tensor] | None = None
     best_epoch: int = 0
     best_val_accuracy: float | None = None
+    samples_done: int = 0
+    loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
+    history: list[dict[str, Any]] = field(default_factory=list)
     status: Status | None = None
+
+    def result(self, test: Evaluation | None) -> dict[str, Any]:
+        """What became of the training, for result.json.
+
+        Args:
+            test: of the best weights; None where it was not made.
+        """
+        return {
+            "status": self.status,
+            "epochs": self.epoch,
+            "best_epoch": self.best_epoch,
+            "best_val_accuracy": self.best_val_accuracy,
+            "test_loss": test.loss if test else None,
+            "test_accuracy": test.accuracy if test else None,
+            "num_test": test.count if test else None,
+        }
+
+    def snapshot(self, accelerator: Accelerator, run: dict[str, Any]) -> Snapshot:
+        """A copy of the state on the host. All processes must call it together: it gathers their loss sums.
+
+        Args:
+            accelerator: of the run.
+            run: what identifies the run, JSON values.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in accelerator.unwrap_model(self.model).state_dict().items():
+            tensors[f"model.{name}"] = tensor
+        for name, tensor in self.average.state_dict().items():
+            tensors[f"average.{name}"] = tensor
+        for name, tensor in (self.best_weights or {}).items():
+            tensors[f"best.{name}"] = tensor
+        optimizer = self.optimizer.state_dict()
+        for index, values in optimizer["state"].items():
+            for name, tensor in values.items():
+                if tensor is not None:  # SGD without momentum
+                    tensors[f"optimizer.{index}.{name}"] = tensor
+        return Snapshot(
+            tensors={name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
+            values={
+                "run": run,
+                "epoch": self.epoch,
+                "samples_done": self.samples_done,
+                "step": self.step,
+                "loss_sums": accelerator.gather(self.loss_sum.reshape(1).to(accelerator.device)).tolist(),
+                "best_epoch": self.best_epoch,
+                "best_val_accuracy": self.best_val_accuracy,
+                "history": self.history,
+                "stopper": self.stopper.state_dict(),
+                "param_groups": optimizer["param_groups"],
+                "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
+            },
+        )
+
+    def restore(self, accelerator: Accelerator, snapshot: Snapshot) -> None:
+        """Takes over a snapshot of the same model and optimizer, made with any number of processes."""
+        tensors, values = snapshot.tensors, snapshot.values
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+        accelerator.unwrap_model(self.model).load_state_dict(part("model."))
+        self.average.load_state_dict(part("average."))
+        self.best_weights = part("best.") or None
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in part("optimizer.").items():
+            index, key = name.split(".", 1)
+            moments.setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict({"state": moments, "param_groups": values["param_groups"]})
+        if accelerator.scaler and values["scaler"]:
+            accelerator.scaler.load_state_dict(values["scaler"])
+        self.stopper.load_state_dict(values["stopper"])
+        self.epoch, self.samples_done, self.step = values["epoch"], values["samples_done"], values["step"]
+        self.best_epoch, self.best_val_accuracy = values["best_epoch"], values["best_val_accuracy"]
+        self.history = values["history"]
+        sums = values["loss_sums"]
+        if len(sums) == accelerator.num_processes:  # each goes on with its own: bit for bit the uninterrupted sum
+            mine = sums[accelerator.process_index]
+        else:
+            mine = sum(sums) if accelerator.is_main_process else 0.0
+        self.loss_sum = torch.tensor(mine, device=accelerator.device)
 
 
 def start_training(

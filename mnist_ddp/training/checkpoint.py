@@ -1,0 +1,124 @@
+"""Checkpoints: the whole state of a run in a folder that is complete or absent, and is verified before it is believed.
+
+    checkpoints/epoch-00003-sample-00005120/
+        state.safetensors   weights, their average, the best of them, the optimizer's tensors
+        state.json          everything else
+        SHA256SUMS          of the two; `sha256sum -c SHA256SUMS` checks them
+
+Nothing in them is pickled, so a tampered file cannot run code. There is no RNG state either: order and augmentation
+follow from (seed, epoch, position).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from mnist_ddp.errors import UserError
+from mnist_ddp.files import sync_folder
+
+TENSORS, VALUES, SUMS = "state.safetensors", "state.json", "SHA256SUMS"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at one step: `TrainingState.snapshot` makes it, `restore` takes it.
+
+    Attributes:
+        tensors: on the CPU, by name.
+        values: JSON values; "epoch" and "samples_done" are the position in the run.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of a run, newest few kept. One process writes them.
+
+    Args:
+        folder: is created with the first checkpoint.
+        keep: how many to keep, 1 or more.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        for leftover in folder.glob(".*"):  # of a run that was killed while it wrote
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Writes one checkpoint, then removes the oldest beyond `keep`.
+
+        Raises:
+            UserError: it could not be written; the older ones are untouched.
+        """
+        contents = {
+            TENSORS: safetensors.torch.save(snapshot.tensors),
+            VALUES: json.dumps(snapshot.values).encode(),
+        }
+        contents[SUMS] = _sums(contents)
+        # Named by its position, which a run passes once: nothing is ever replaced.
+        final = self.folder / "epoch-{epoch:05d}-sample-{samples_done:08d}".format(**snapshot.values)
+        if final.exists():  # after a stop right after a resume
+            return
+        temporary = self.folder / f".{final.name}.{os.getpid()}"
+        try:
+            temporary.mkdir(parents=True)
+            for name, content in contents.items():
+                with open(temporary / name, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            sync_folder(temporary)
+            temporary.rename(final)
+            sync_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise UserError(
+                f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact, the next start "
+                "resumes from the newest"
+            ) from error
+        for old in self._newest_first()[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def newest(self) -> tuple[Snapshot | None, list[str]]:
+        """The newest checkpoint that is whole, and a line about each damaged one that was passed over.
+
+        Raises:
+            UserError: there are checkpoints, but none is whole.
+        """
+        damaged: list[str] = []
+        for path in self._newest_first():
+            try:
+                return _read(path), damaged
+            except (OSError, ValueError) as error:
+                damaged.append(f"checkpoint {path} is damaged ({error}) and was passed over")
+        if damaged:
+            raise UserError(
+                f"{self.folder}: all {len(damaged)} checkpoints are damaged ({damaged[0]}); restore one from a backup, "
+                "or start over with --resume never"
+            )
+        return None, damaged
+
+    def _newest_first(self) -> list[Path]:
+        return sorted(self.folder.glob("epoch-*"), reverse=True)
+
+
+def _sums(contents: Mapping[str, bytes]) -> bytes:
+    return "".join(f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in (TENSORS, VALUES)).encode()
+
+
+def _read(path: Path) -> Snapshot:
+    """Raises OSError or ValueError where the checkpoint is not exactly what was written."""
+    contents = {name: (path / name).read_bytes() for name in (TENSORS, VALUES)}
+    if (path / SUMS).read_bytes() != _sums(contents):
+        raise ValueError(f"its files do not match {SUMS}")
+    return Snapshot(safetensors.torch.load(contents[TENSORS]), json.loads(contents[VALUES]))
