@@ -12,6 +12,7 @@ All of them work with GPUs and without. `--help` lists the settings; the README 
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 
 from mnist_ddp.errors import exit_with_one_line
 from mnist_ddp.settings import Settings, parse_settings
@@ -28,8 +29,10 @@ def train(settings: Settings) -> int:
     # Not at the top of the file: these import torch, which takes seconds, and --help should not.
     from mnist_ddp import console
     from mnist_ddp.data.loaders import load_splits, make_loaders, pixel_statistics
+    from mnist_ddp.data.reading import read_image_set
     from mnist_ddp.distributed import check_same, leaving, on_main, start_accelerator, together
     from mnist_ddp.model.convnet import build_model
+    from mnist_ddp.training import watchdog
     from mnist_ddp.training.early_stopping import EarlyStopping
     from mnist_ddp.training.evaluation import evaluate
     from mnist_ddp.training.loop import fit
@@ -48,8 +51,17 @@ def train(settings: Settings) -> int:
     with leaving(accelerator):
         is_main, processes = accelerator.is_main_process, accelerator.num_processes
         folder = together(lambda: RunFolder(s.pt_path, s.resume, s.keep_checkpoints) if is_main else None)
+        read = partial(
+            read_image_set,
+            label_column=s.label_column,
+            label_names=s.label_names,
+            transposed=s.transposed,
+            cache_dir=s.cache_dir,
+            progress=is_main and sys.stderr.isatty(),
+        )
         splits = together(
             lambda: load_splits(
+                read,
                 s.mnist_file_path,
                 s.val_file_path,
                 s.test_file_path,
@@ -97,6 +109,7 @@ def train(settings: Settings) -> int:
                 folder.checkpoints.save(current)
 
         signals = StopSignals(accelerator)
+        watchdog.watch(s.timeout_seconds)
         for epoch in fit(
             accelerator,
             state,
@@ -128,6 +141,7 @@ def train(settings: Settings) -> int:
         if state.best_weights is not None and state.status != "preempted":
             state.average.module.load_state_dict(state.best_weights)
             test = evaluate(accelerator, state.average.module, test_loader, len(digits.class_names))
+        watchdog.rest()
         if folder:
             result = state.result(test) | {
                 "world_size": processes,

@@ -1,13 +1,17 @@
 """What makes N processes one run: how they start, the Accelerator that joins them, and how they fail together."""
 
 import contextlib
+import ctypes
+import faulthandler
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +28,10 @@ T = TypeVar("T")
 # How long a process that lost its peers waits before it speaks: the launcher ends it within a second of the peer's own
 # exit, so that only the process at fault is heard.
 _PEER_GRACE_SECONDS = 6.0
+# Share of --timeout_seconds after which a collective gives up: its process can then name the one that is stuck before
+# the watchdog of that one ends the run.
+_COLLECTIVE_SHARE = 0.8
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 # ---- starting processes
@@ -78,11 +86,23 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
         _run_self_started, args=(train, settings), nprocs=settings.num_processes, join=False, start_method="spawn"
     )
     assert context is not None
-    logging.getLogger(mp.spawn.__name__).setLevel(logging.ERROR)  # it would report each process that it ends
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for pid in context.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would report each process that it ends
     try:
         while not context.join():
             pass
     except mp.ProcessExitedException as error:
+        if received and error.exit_code < 0:  # before training, where there was nothing to save
+            return 128 + received[0]
         if error.exit_code < 0:
             print(
                 f"error: process {error.error_index} was ended by {error.signal_name}; the run has stopped",
@@ -94,29 +114,54 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
 
 def _run_self_started(rank: int, train: Callable[[Settings], int], settings: Settings) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    _end_with(os.getppid())
     with exit_with_one_line():
         sys.exit(_run(train, settings))
 
 
 def _run(train: Callable[[Settings], int], settings: Settings) -> int:
     """`train(settings)`, with each failure told once by the process at fault."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with(os.getppid())
     try:
         return train(settings)
-    except UserError:
-        raise
     except Exception as error:
+        faulthandler.cancel_dump_traceback_later()
+        for number in _STOP_SIGNALS:  # the launcher may end this process now
+            signal.signal(number, signal.SIG_DFL)
+        if isinstance(error, UserError):
+            raise
         if not _lost_peer(error):
             wait_for_first_speaker()
             traceback.print_exc()
             return 1
-        time.sleep(_PEER_GRACE_SECONDS)
         rank = os.environ.get("RANK", "0")
+        if "timed out" in str(error).lower():
+            for silent in _silent_ranks(rank):
+                print(f"error: rank {silent} is stuck: it kept rank {rank} waiting until the timeout", file=sys.stderr)
+        time.sleep(_PEER_GRACE_SECONDS)
         print(
             f"error: rank {rank} lost contact with another process, whose own message says why; without one it was "
             f"killed or its machine is gone ({str(error).splitlines()[0]})",
             file=sys.stderr,
         )
         return 1
+
+
+def _end_with(parent: int) -> None:
+    """Has the kernel stop this process, as SIGTERM does, when its launcher is killed."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # 1 = PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was killed before this line
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _silent_ranks(rank: str) -> list[int]:
+    """The ranks that did not notice the timeout, and so were not waiting; asks the store of the process group."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"timed_out/{rank}", "")
+    time.sleep(1)  # the others notice at about the same time
+    return [other for other in range(dist.get_world_size()) if not store.check([f"timed_out/{other}"])]
 
 
 def _lost_peer(error: BaseException) -> bool:
@@ -162,7 +207,7 @@ def start_accelerator(
         # Uneven: padding would count samples of an evaluation twice.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds)),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds * _COLLECTIVE_SHARE)),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )

@@ -35,7 +35,7 @@ MAY_CHANGE = frozenset(
         *("epochs", "patience", "min_delta", "target_accuracy"),
         *("batch_size", "gradient_accumulation_steps", "num_processes", "gpu"),
         *("mnist_file_path", "val_file_path", "test_file_path", "pt_path"),
-        *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with"),
+        *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with", "cache_dir"),
         *("master_addr", "port", "timeout_seconds"),
     ]
 )
@@ -55,6 +55,14 @@ class Settings:
     """CSV for validation. Empty: split off the main file."""
     test_file_path: str = ""
     """CSV for the final test. Empty: split off the main file."""
+    label_column: str = ""
+    """Column of the labels: a name in the header, or first, or last. Empty: found."""
+    label_names: str = ""
+    """EMNIST mapping file (a label and its code point a line) that names the classes. Empty: the labels do."""
+    transposed: bool = False
+    """Images are stored column by column, as EMNIST does."""
+    cache_dir: str = "~/.cache/mnist_ddp"
+    """Folder that keeps parsed files, for the next start and for all processes of this machine. Empty: none."""
     val_fraction: float = 0.1
     """Share of the main file for validation, 0 to 1. Unused with --val_file_path."""
     test_fraction: float = 0.1

@@ -1,6 +1,6 @@
 """ImageSet -> DataLoaders. Which sample comes when is decided here, and never depends on the rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from mnist_ddp.data.augment import draw_affine
 from mnist_ddp.data.image_set import ImageSet
-from mnist_ddp.data.reading import read_image_set
 from mnist_ddp.errors import UserError
 
 EMBEDDED_DIGITS = Path(__file__).resolve().parents[2] / "data" / "mnist_test.csv.gz"
@@ -46,11 +45,19 @@ class Splits(NamedTuple):
 
 
 def load_splits(
-    main_path: str, val_path: str, test_path: str, *, val_fraction: float, test_fraction: float, seed: int
+    read: Callable[..., ImageSet],
+    main_path: str,
+    val_path: str,
+    test_path: str,
+    *,
+    val_fraction: float,
+    test_fraction: float,
+    seed: int,
 ) -> Splits:
     """Reads the files of a run; what has no file of its own is split off the main file.
 
     Args:
+        read: `read_image_set` with the options of its layout.
         main_path, val_path, test_path: see Settings; empty for the embedded digits, or for none.
         val_fraction, test_fraction: shares of the main file, for what is split off it.
         seed: of the split.
@@ -58,9 +65,9 @@ def load_splits(
     Raises:
         UserError: a file cannot be read, holds a fault, or does not fit the main file.
     """
-    main = read_image_set(main_path or EMBEDDED_DIGITS)
+    main = read(main_path or EMBEDDED_DIGITS)
     own = {
-        name: read_image_set(path, class_names=main.class_names)
+        name: read(path, class_names=main.class_names)
         for name, path in (("val", val_path), ("test", test_path))
         if path
     }

@@ -9,6 +9,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mnist_ddp.training import watchdog
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -43,6 +45,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]
     loss_sum = torch.zeros(1, dtype=real, device=device)
     confusion = torch.zeros(num_classes * num_classes, dtype=real, device=device)
     for images, labels, _ in loader:
+        watchdog.beat()
         with accelerator.autocast():
             logits = model(images).float() if accelerator.mixed_precision != "no" else model(images)
         loss_sum += F.cross_entropy(logits, labels, reduction="none").to(real).sum()

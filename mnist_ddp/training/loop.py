@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from mnist_ddp.data.augment import apply_affine
 from mnist_ddp.data.loaders import Batch
+from mnist_ddp.training import watchdog
 from mnist_ddp.training.evaluation import Evaluation, evaluate
 from mnist_ddp.training.signals import StopSignals
 from mnist_ddp.training.state import TrainingState
@@ -202,6 +203,7 @@ def _steps(
     scaled = accelerator.scaler is not None  # then an infinite gradient is a skipped step, not divergence
     bar = tqdm(loader, desc=f"epoch {state.epoch + 1}", unit="step", leave=False, disable=not progress)
     for index, batch in enumerate(bar):
+        watchdog.beat()
         step = train_step(accelerator, state, batch, **step_settings)
         state.loss_sum += step.loss * len(batch.labels)
         state.samples_done += len(batch.labels) * accelerator.num_processes

@@ -1,0 +1,17 @@
+"""What several test files share. Its place also puts tests/ on the import path, for launching.py and ranks.py."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+
+@pytest.fixture(scope="session")
+def small_csv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 400 of the embedded digits, in the plain MNIST layout without a header: 320 / 40 / 40 when split."""
+    with gzip.open(ROOT / "data" / "mnist_test.csv.gz", "rt") as digits:
+        rows = [next(digits) for _ in range(400)]
+    path = tmp_path_factory.mktemp("data") / "small.csv"
+    path.write_text("".join(rows))
+    return path
