@@ -52,6 +52,8 @@ def launch(train: Callable[[Settings], int], settings: Settings) -> int:
     if settings.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.gpu  # must precede the first use of CUDA
     launched = os.environ.get("WORLD_SIZE")
+    if launched is not None:
+        _check_launcher(launched)
     if launched is not None and settings.num_processes not in (1, int(launched)):
         raise UserError(
             f"--num_processes {settings.num_processes}: the launcher started {launched}; leave --num_processes out"
@@ -61,6 +63,18 @@ def launch(train: Callable[[Settings], int], settings: Settings) -> int:
         return _start_processes(train, settings)
     _check_devices(settings.gpu, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return _run(train, settings)
+
+
+def _check_launcher(world_size: str) -> None:
+    """Raises UserError where WORLD_SIZE stands alone: left over from another program, not set by a launcher."""
+    if not world_size.isdecimal() or int(world_size) < 1:
+        raise UserError(f"WORLD_SIZE is {world_size!r} in the environment, and no number of processes; unset it")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(world_size) > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE is {world_size} in the environment, but {' and '.join(missing)} is not set; unset WORLD_SIZE, "
+            "or start with torchrun or accelerate launch"
+        )
 
 
 def _start_processes(train: Callable[[Settings], int], settings: Settings) -> int:

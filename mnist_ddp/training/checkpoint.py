@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from mnist_ddp.errors import UserError
@@ -99,7 +100,7 @@ class Checkpoints:
         for path in self._newest_first():
             try:
                 return _read(path), damaged
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 damaged.append(f"checkpoint {path} is damaged ({error}) and was passed over")
         if damaged:
             raise UserError(
@@ -117,7 +118,7 @@ def _sums(contents: Mapping[str, bytes]) -> bytes:
 
 
 def _read(path: Path) -> Snapshot:
-    """Raises OSError or ValueError where the checkpoint is not exactly what was written."""
+    """Raises OSError, ValueError or SafetensorError where the checkpoint is not exactly what was written."""
     contents = {name: (path / name).read_bytes() for name in (TENSORS, VALUES)}
     if (path / SUMS).read_bytes() != _sums(contents):
         raise ValueError(f"its files do not match {SUMS}")

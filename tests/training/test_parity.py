@@ -98,7 +98,7 @@ def test_fp32_processes_match_one(splits: Splits) -> None:
     ]
     (expected,) = whole
     assert len(expected.losses) == len(splits.train) // GLOBAL_BATCH
-    assert expected.losses[-1] < 0.5 * expected.losses[0]  # it does learn
+    assert expected.losses[-1] < expected.losses[0] - 0.3  # it does learn
     for ranks in shared:
         for rank in ranks:
             assert rank.losses == ranks[0].losses

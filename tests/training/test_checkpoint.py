@@ -1,0 +1,161 @@
+"""Checkpoints on their own: whole or refused, never the last good one removed.
+
+    python -m pytest tests/training/test_checkpoint.py
+"""
+
+import json
+import os
+import pickle
+import random
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from mnist_ddp.errors import UserError
+from mnist_ddp.training.checkpoint import SUMS, TENSORS, VALUES, Checkpoints, Snapshot
+
+
+def snapshot(epoch: int, samples_done: int = 0) -> Snapshot:
+    """A snapshot that can be told from others by its numbers."""
+    weights = torch.full((50, 20), float(epoch)) + samples_done / 1000
+    return Snapshot({"model.weight": weights}, {"epoch": epoch, "samples_done": samples_done, "history": [0.1] * 20})
+
+
+def same(left: Snapshot | None, right: Snapshot) -> bool:
+    return (
+        left is not None
+        and left.values == right.values
+        and left.tensors.keys() == right.tensors.keys()
+        and all(torch.equal(left.tensors[name], right.tensors[name]) for name in right.tensors)
+    )
+
+
+def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    assert checkpoints.newest() == (None, [])
+    for position in ((0, 40), (0, 80), (1, 0), (10, 0)):
+        checkpoints.save(snapshot(*position))
+        assert same(checkpoints.newest()[0], snapshot(*position))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "epoch-00001-sample-00000000",
+        "epoch-00010-sample-00000000",
+    ]
+
+
+def test_sums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, keep=1).save(snapshot(1))
+    (folder,) = tmp_path.iterdir()
+    subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=folder, check=True, capture_output=True, timeout=20)
+
+
+def test_200_flips_and_truncations_are_all_noticed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(snapshot(1))
+    checkpoints.save(snapshot(2))
+    newest = tmp_path / "epoch-00002-sample-00000000"
+    choose = random.Random(0)
+    for trial in range(200):
+        path = newest / choose.choice([TENSORS, VALUES, SUMS])
+        whole = path.read_bytes()
+        if trial % 4 == 0:
+            path.write_bytes(whole[: choose.randrange(len(whole))])
+        else:
+            damaged = bytearray(whole)
+            damaged[choose.randrange(len(whole))] ^= 1 << choose.randrange(8)
+            path.write_bytes(damaged)
+        found, notes = checkpoints.newest()
+        assert same(found, snapshot(1)), f"trial {trial}: damage to {path.name} went unnoticed"
+        assert len(notes) == 1
+        assert str(newest) in notes[0]
+        path.write_bytes(whole)
+    assert same(checkpoints.newest()[0], snapshot(2))
+
+
+@pytest.mark.parametrize("name", [TENSORS, VALUES, SUMS])
+def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path: Path, name: str) -> None:
+    class Malicious:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, (str(tmp_path / "executed"),))
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(snapshot(1))
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    (folder / name).write_bytes(pickle.dumps(Malicious()))
+    with pytest.raises(UserError, match="all 1 checkpoints are damaged"):
+        checkpoints.newest()
+    # Also where the attacker has made the sums fit.
+    if name != SUMS:
+        lines = subprocess.run(["sha256sum", TENSORS, VALUES], cwd=folder, check=True, capture_output=True, timeout=20)
+        (folder / SUMS).write_bytes(lines.stdout)
+        with pytest.raises(UserError, match="all 1 checkpoints are damaged"):
+            checkpoints.newest()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_files_get_the_users_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        Checkpoints(tmp_path, keep=1).save(snapshot(1))
+    finally:
+        os.umask(before)
+    (folder,) = tmp_path.iterdir()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o640}
+
+
+def test_50_kills_while_writing_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A forked process saves one checkpoint after the other until SIGKILL ends it at a random moment."""
+    choose = random.Random(0)
+    interrupted = 0
+    for trial in range(50):
+        folder = tmp_path / str(trial)
+        Checkpoints(folder, keep=1).save(snapshot(0))
+        child = os.fork()
+        if child == 0:
+            checkpoints = Checkpoints(folder, keep=1)
+            for epoch in range(1, 100000):
+                checkpoints.save(snapshot(epoch))
+        time.sleep(choose.uniform(0.0, 0.06))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        interrupted += any(path.name.startswith(".") for path in folder.iterdir())
+        found, notes = Checkpoints(folder, keep=1).newest()
+        assert found is not None
+        assert not notes
+        assert same(found, snapshot(found.values["epoch"]))
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")], "leftovers are swept"
+    assert interrupted > 5, "the kills missed the writing: this test shows nothing"
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, timeout=20, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("no permission to mount a tmpfs")
+    try:
+        checkpoints = Checkpoints(disk / "checkpoints", keep=5)
+        with pytest.raises(UserError, match="No space left on device") as error:
+            for epoch in range(1, 100):
+                checkpoints.save(snapshot(epoch))
+        assert "\n" not in str(error.value)
+        found, notes = checkpoints.newest()
+        assert found is not None
+        assert same(found, snapshot(found.values["epoch"]))
+        assert not notes
+    finally:
+        subprocess.run(["umount", str(disk)], check=True, timeout=20)
+
+
+def test_values_survive_json(tmp_path: Path) -> None:
+    values = {"epoch": 1, "samples_done": 0, "loss": 0.1 + 0.2, "best": float("-inf")}
+    Checkpoints(tmp_path, keep=1).save(Snapshot({"x": torch.zeros(1)}, values))
+    found, _ = Checkpoints(tmp_path, keep=1).newest()
+    assert found is not None
+    assert found.values == values
+    assert json.loads(json.dumps(found.values)) == values
