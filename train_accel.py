@@ -92,6 +92,7 @@ def train(settings: Settings) -> int:
             EarlyStopping(s.monitor, s.patience, s.min_delta),
             optimizer=s.optimizer,
             lr=s.lr,
+            warmup_steps=s.warmup_steps,
             momentum=s.momentum,
             weight_decay=s.weight_decay,
             ema_decay=s.ema_decay,

@@ -110,7 +110,9 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
 
     for number in _STOP_SIGNALS:
         signal.signal(number, pass_on)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would report each process that it ends
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(
+        logging.ERROR
+    )  # it would report each process that it ends
     try:
         while not context.join():
             pass
@@ -148,7 +150,8 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
         if not _lost_peer(error):
             wait_for_first_speaker()
             traceback.print_exc()
-            return 1
+            sys.stderr.flush()
+            os._exit(1)  # at once: tearing a broken process group down can wait for the others
         rank = os.environ.get("RANK", "0")
         if "timed out" in str(error).lower():
             for silent in _silent_ranks(rank):

@@ -81,15 +81,17 @@ class Settings:
     """Batches per process whose gradients are averaged before each optimizer step."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule; sgd is Nesterov where momentum is above 0."""
-    lr: float = 3e-3
+    lr: float = 1e-2
     """Learning rate per optimizer step, for the global batch as it is: never scaled by the number of processes."""
+    warmup_steps: int = 15
+    """Optimizer steps over which the learning rate rises linearly from 0; it is constant after them."""
     momentum: float = 0.9
     """Momentum of sgd, beta1 of adamw, 0 to 1."""
-    weight_decay: float = 0.05
+    weight_decay: float = 0.01
     """Decay of convolution and linear weights; biases and BatchNorm parameters are not decayed."""
     label_smoothing: float = 0.1
     """Share of each training target that is spread over all classes, 0 to 1."""
-    ema_decay: float = 0.98
+    ema_decay: float = 0.95
     """Share of the running average of the weights that each step keeps, 0 to 1; the average is what is evaluated and
     saved. 0: the weights themselves."""
     max_grad_norm: float = 0.0
@@ -139,7 +141,7 @@ class Settings:
         for names, within, words in (
             (_COUNTS, lambda value: value >= 1, "1 or more"),
             (
-                ("weight_decay", "max_grad_norm", "min_delta", "checkpoint_every_steps"),
+                ("weight_decay", "warmup_steps", "max_grad_norm", "min_delta", "checkpoint_every_steps"),
                 lambda value: 0 <= value < math.inf,
                 "0 or more",
             ),

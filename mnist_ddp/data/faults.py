@@ -1,8 +1,11 @@
 """Where a table is wrong. Slow, field by field: only rows that pandas or a check has refused come here."""
 
+import re
 from collections.abc import Iterator
 
-from mnist_ddp.data.layout import MISSING, NUMBER, Layout, is_one_hot, split_rows
+from mnist_ddp.data.layout import MISSING, NUMBER, Layout, count_fields, is_one_hot, split_rows
+
+_ODD = re.compile(r"[\0\r]|\\x[0-9a-f]{2}")  # a NUL, a carriage return, or the escape of a byte that is no UTF-8
 
 
 def find_faults(lines: bytes, layout: Layout, first_row: int) -> Iterator[str]:
@@ -13,30 +16,28 @@ def find_faults(lines: bytes, layout: Layout, first_row: int) -> Iterator[str]:
         layout: of the table.
         first_row: the number of the first line, 1-based and counting the header.
     """
-    good: set[str] = set()  # fields already found to be right: images repeat few values
-    cut = not lines.endswith(b"\n")
+    good: set[str] = set()  # pixels already found to be right: images repeat few values
     rows = split_rows(lines, layout.separator)
     for row, fields in enumerate(rows, first_row):
-        whole_row = _row_fault(fields, layout, cut and fields is rows[-1])
-        if whole_row:
-            yield f"row {row} {whole_row}"
+        cut = fields is rows[-1] and not lines.endswith(b"\n")
+        fault = _row_fault(fields, layout, cut)
+        if fault:
+            yield f"row {row} {fault}"
             continue
         if len(layout.label) == 1:
-            fault = _label_fault(fields[layout.label[0]], layout.text_labels)
+            (column,) = layout.label
+            fault = _label_fault(fields[column], layout.text_labels)
             if fault:
-                yield f"row {row}, {layout.name(layout.label[0])}: label {fault}"
+                yield f"row {row}, {layout.name(column)}: label {fault}"
         elif layout.label and not is_one_hot([fields[column] for column in layout.label]):
-            first, last = layout.label[0] + 1, layout.label[-1] + 1
-            yield f"row {row}, columns {first} to {last}: a one-hot label has a single 1, the rest 0"
+            yield f"row {row}, columns {layout.label[0] + 1} to {layout.label[-1] + 1}: a one-hot label has a single 1"
         for column in layout.pixels:
-            field = fields[column]
-            if field in good:
-                continue
-            fault = _pixel_fault(field, layout.unit_pixels)
-            if fault:
-                yield f"row {row}, {layout.name(column)}: {fault}"
-            else:
-                good.add(field)
+            if fields[column] not in good:
+                fault = _pixel_fault(fields[column], layout.unit_pixels)
+                if fault:
+                    yield f"row {row}, {layout.name(column)}: {fault}"
+                else:
+                    good.add(fields[column])
 
 
 def _row_fault(fields: list[str], layout: Layout, cut: bool) -> str:
@@ -46,12 +47,14 @@ def _row_fault(fields: list[str], layout: Layout, cut: bool) -> str:
         return f"is a comment: {_show(layout.separator.join(fields))}"
     texts = sum(not NUMBER.fullmatch(field) and not MISSING.fullmatch(field.strip()) for field in fields)
     if texts > 1 and texts * 2 >= len(fields):
-        return "is a header in the middle of the data; were files joined?"
+        return "is text, such as a header, in the middle of the data; were files joined?"
     if len(fields) == layout.num_columns:
-        return ""
+        # Names and ids may be any text but this. Among numbers, the column is told below.
+        odd = [fields[column] for column in (*layout.ignored, *(layout.label if layout.text_labels else ()))]
+        return next((f"holds {_show(field)}, which is not plain UTF-8 text" for field in odd if _ODD.search(field)), "")
     if len(fields) < layout.num_columns and cut:
         return f"has {len(fields)} of {layout.num_columns} fields: the file ends in the middle of it"
-    return f"has {len(fields)} fields instead of {layout.num_columns}"
+    return f"has {count_fields(len(fields))} instead of {layout.num_columns}"
 
 
 def _label_fault(field: str, text_labels: bool) -> str:

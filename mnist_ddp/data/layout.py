@@ -11,7 +11,7 @@ from mnist_ddp.errors import UserError
 SAMPLE_ROWS = 200
 
 NUMBER = re.compile(r"[ \t]*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?[ \t]*", re.ASCII)
-_LABEL_NAME = re.compile(r"label|class|target|y", re.IGNORECASE)
+LABEL_NAME = re.compile(r"label|class|target|y", re.IGNORECASE)
 _ID_NAME = re.compile(r"|id|image_?id|index|unnamed: \d+(\.\d+)*", re.IGNORECASE)
 _PIXEL_NAME = re.compile(r"(\D*)(\d+)(?:x(\d+))?")
 MISSING = re.compile(r"|nan|na|n/a|null|none", re.IGNORECASE)
@@ -129,6 +129,10 @@ def is_one_hot(fields: list[str]) -> bool:
     return sorted(values) == [0.0] * (len(values) - 1) + [1.0]
 
 
+def count_fields(count: int) -> str:
+    return f"{count} field" if count == 1 else f"{count} fields"
+
+
 def _separator(lines: bytes) -> str:
     """The one that the first line holds most of."""
     first = lines.lstrip(b"\r\n").partition(b"\n")[0].decode("utf-8", errors="replace")
@@ -158,8 +162,10 @@ def _check_header(header: tuple[str, ...], rows: list[list[str]], path: str) -> 
     if not rows:
         raise UserError(f"{path}: has a header but no rows")
     widths = {len(row) for row in rows}
+    if header[0].startswith("#") and len(header) not in widths:
+        raise UserError(f"{path}: row 1 is a comment; remove it")
     if len(widths) == 1 and widths != {len(header)} and len(rows) > 1:
-        raise UserError(f"{path}: every row has {_fields(widths.pop())}, but the header has {len(header)}")
+        raise UserError(f"{path}: every row has {count_fields(widths.pop())}, but the header has {len(header)}")
 
 
 def _find_label(
@@ -168,7 +174,7 @@ def _find_label(
     """The label's columns among `rest`, none where there are no labels; and whether that is no more than assumed."""
     if label_column:
         return (_asked_label(header, rest, path, label_column),), False
-    named = [column for column in rest if header and _LABEL_NAME.fullmatch(header[column])]
+    named = [column for column in rest if header and LABEL_NAME.fullmatch(header[column])]
     if len(named) > 1:
         names = " and ".join(header[column] for column in named)
         raise UserError(f"{path}: columns {names} could both be the label; name one with --label_column")
@@ -219,8 +225,8 @@ def _wrong_count(
 ) -> str:
     if not header:
         return (
-            f"rows have {_fields(num_columns)}; expected a label and a square number of pixels, such as 785 fields for "
-            "28x28 images"
+            f"rows have {count_fields(num_columns)}; expected a label and a square number of pixels, such as 785 "
+            "fields for 28x28 images"
         )
     left_out = [header[column] or f"column {column + 1}" for column in (*label, *ignored)]
     besides = f" besides {', '.join(left_out)}" if left_out else ""
@@ -236,7 +242,3 @@ def _check_order(names: list[str], path: str) -> None:
     for name, before, place in zip(names[1:], places, places[1:], strict=False):
         if place < before:
             raise UserError(f"{path}: row 1: column {name} is out of order; sort the pixel columns by number")
-
-
-def _fields(count: int) -> str:
-    return f"{count} field" if count == 1 else f"{count} fields"

@@ -44,14 +44,8 @@ def read_image_set(
         raise UserError(
             f"{path}: has no labels, only {height * width} columns for {height}x{width} pixels; training needs labels"
         )
-    names = stored.class_names
-    if label_names:
-        names = _rename(names, label_names, path)
-    if class_names is not None:
-        return ImageSet(stored.images, _match(stored, names, class_names, path), tuple(class_names), path, stored.notes)
-    if len(names) < 2:
-        raise UserError(f"{path}: all labels are {names[0]}; training needs two classes; --label_column names another column")
-    return ImageSet(stored.images, stored.labels, names, path, stored.notes)
+    names = _rename(stored.class_names, label_names, path) if label_names else stored.class_names
+    return labelled(stored, names, class_names, path)
 
 
 def read_table(
@@ -118,12 +112,27 @@ def _rename(labels: Sequence[str], mapping_path: str, path: str) -> tuple[str, .
     return chosen
 
 
-def _match(stored: Stored, names: Sequence[str], class_names: Sequence[str], path: str) -> torch.Tensor:
-    """Labels as (N,) int64 indices into `class_names` instead of `names`."""
+def labelled(stored: Stored, names: Sequence[str], class_names: Sequence[str] | None, source: str) -> ImageSet:
+    """An ImageSet of images that have labels.
+
+    Args:
+        stored: the images; `labels` are indices into `names`.
+        names: of the classes.
+        class_names: the classes of another set, which all labels must be among. None: `names`.
+        source: for messages.
+
+    Raises:
+        UserError: a label is not among `class_names`; or all are the same, where that is None.
+    """
     assert stored.labels is not None
-    unknown = [name for name in names if name not in class_names]
-    if unknown:
-        raise UserError(
-            f"{path}: label {unknown[0]} is not among the classes of the main file: {', '.join(class_names[:20])}"
-        )
-    return torch.tensor([class_names.index(name) for name in names])[stored.labels]
+    used = [names[label] for label in stored.labels.unique()]
+    if class_names is None:
+        if len(used) < 2:
+            raise UserError(f"{source}: all labels are {used[0]}; training needs two classes; see --label_column")
+        return ImageSet(stored.images, stored.labels, tuple(names), source, stored.notes)
+    for name in used:
+        if name not in class_names:
+            known = ", ".join(class_names[:20])
+            raise UserError(f"{source}: label {name} is not among the classes of the training images: {known}")
+    indices = torch.tensor([class_names.index(name) if name in used else -1 for name in names])
+    return ImageSet(stored.images, indices[stored.labels], tuple(class_names), source, stored.notes)

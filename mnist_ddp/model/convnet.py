@@ -3,29 +3,31 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
 
-def conv_block(channels_in: int, channels_out: int, kernel: int, stride: int) -> nn.Sequential:
-    """Convolution, BatchNorm, ReLU; the map shrinks by `stride`, rounded up."""
+def conv_block(channels_in: int, channels_out: int, kernel: int) -> nn.Sequential:
+    """Convolution, BatchNorm, ReLU; halves the map, rounded up."""
     return nn.Sequential(
-        nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False),
+        nn.Conv2d(channels_in, channels_out, kernel, stride=2, padding=kernel // 2, bias=False),
         nn.BatchNorm2d(channels_out),
         nn.ReLU(inplace=True),
     )
 
 
 class ConvNet(nn.Module, PyTorchModelHubMixin):
-    """Three convolutions, global average pooling and a linear layer.
+    """Three strided convolutions and a linear layer.
 
-    The first convolution strides: at full resolution, convolutions and BatchNorm cost most of the time and buy little
-    accuracy on digits. Normalisation is part of the model, so that whoever loads it cannot get it wrong.
+    Each convolution halves the map: at full resolution, convolutions and BatchNorm cost most of the time and buy
+    little accuracy on digits. The linear layer sees the last map whole: averaged over its positions, it learns slowly.
+    Normalisation is part of the model, so that whoever loads it cannot get it wrong.
 
     Args:
         class_names: the name of each class, in label order.
-        image_size: (height, width) that it is trained on; it takes other sizes too.
-        width: channels of the first convolution.
+        image_size: (height, width) that it is trained on; the last map of other sizes is pooled to the same grid.
+        width: channels of the first convolution, half and a quarter of those of the next.
         mean, std: of the training pixels in 0..1.
     """
 
@@ -43,11 +45,11 @@ class ConvNet(nn.Module, PyTorchModelHubMixin):
         self.mean = mean
         self.std = std
         self.features = nn.Sequential(
-            conv_block(1, width, 5, 2),
-            conv_block(width, 2 * width, 3, 1),
-            conv_block(2 * width, 4 * width, 3, 2),
+            conv_block(1, width, 5), conv_block(width, 2 * width, 3), conv_block(2 * width, 4 * width, 3)
         )
-        self.classifier = nn.Linear(4 * width, len(self.class_names))
+        height, width_ = (-(-size // 8) for size in image_size)  # halved three times, rounded up
+        self.grid = (height, width_)
+        self.classifier = nn.Linear(4 * width * self.grid[0] * self.grid[1], len(self.class_names))
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores.
@@ -61,8 +63,11 @@ class ConvNet(nn.Module, PyTorchModelHubMixin):
         dtype = self.classifier.weight.dtype
         pixels = images.to(dtype) / 255 if images.dtype == torch.uint8 else images.to(dtype)
         x = ((pixels - self.mean) / self.std).unsqueeze(1)  # (N, 1, H, W)
-        x = self.features(x)  # (N, 4 width, H/4, W/4)
-        return self.classifier(x.mean(dim=(2, 3)))
+        x = self.features(x)  # (N, 4 width, h, w)
+        if x.shape[2:] != self.grid:
+            x = F.adaptive_avg_pool2d(x, self.grid)
+        # Channels last, as they lie in memory: flattened the other way, the map and its gradient would be copied.
+        return self.classifier(x.permute(0, 2, 3, 1).flatten(1))
 
 
 def build_model(

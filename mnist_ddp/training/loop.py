@@ -92,12 +92,13 @@ def train_step(
         if accelerator.sync_gradients:
             # After the reduction, so a non-finite gradient on any process is non-finite here on all.
             grad_norm = accelerator.clip_grad_norm_(state.model.parameters(), max_grad_norm or math.inf)
+        state.set_learning_rate()
         state.optimizer.step()
         state.optimizer.zero_grad()
     # fp16: a step that overflowed was skipped, and moves neither the average nor the schedule.
     if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+        state.average.update(state.step)
         state.step += 1
-        state.average.update_parameters(accelerator.unwrap_model(state.model))
     return StepResult(loss.detach(), grad_norm)
 
 

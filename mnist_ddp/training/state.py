@@ -1,14 +1,15 @@
 """What a training run changes as it goes, and how it starts."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mnist_ddp.model.batchnorm import convert_sync_batchnorm
+from mnist_ddp.training.average import WeightAverage
 from mnist_ddp.training.checkpoint import Snapshot
 from mnist_ddp.training.early_stopping import EarlyStopping
 from mnist_ddp.training.evaluation import Evaluation
@@ -25,6 +26,8 @@ class TrainingState:
         average: running average of the model's weights and buffers, which is what is evaluated and saved.
         optimizer: prepared by Accelerate.
         stopper: early stopping.
+        peak_lr: learning rate after the warm-up.
+        warmup_steps: over which it rises linearly to there.
         epoch: epochs that are complete.
         step: optimizer steps taken, skipped ones not counted.
         best_weights: state_dict of the average at the best epoch.
@@ -37,9 +40,11 @@ class TrainingState:
     """
 
     model: nn.Module
-    average: AveragedModel
+    average: WeightAverage
     optimizer: torch.optim.Optimizer
     stopper: EarlyStopping
+    peak_lr: float
+    warmup_steps: int
     epoch: int = 0
     step: int = 0
     best_weights: dict[str, Tensor] | None = None
@@ -49,6 +54,12 @@ class TrainingState:
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     history: list[dict[str, Any]] = field(default_factory=list)
     status: Status | None = None
+
+    def set_learning_rate(self) -> None:
+        """Sets the rate of the step to come: a function of the steps taken, so a skipped step does not move it."""
+        rate = self.peak_lr * min(1.0, (self.step + 1) / (self.warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def result(self, test: Evaluation | None) -> dict[str, Any]:
         """What became of the training, for result.json.
@@ -76,7 +87,7 @@ class TrainingState:
         tensors: dict[str, Tensor] = {}
         for name, tensor in accelerator.unwrap_model(self.model).state_dict().items():
             tensors[f"model.{name}"] = tensor
-        for name, tensor in self.average.state_dict().items():
+        for name, tensor in self.average.module.state_dict().items():
             tensors[f"average.{name}"] = tensor
         for name, tensor in (self.best_weights or {}).items():
             tensors[f"best.{name}"] = tensor
@@ -110,7 +121,7 @@ class TrainingState:
             return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
         accelerator.unwrap_model(self.model).load_state_dict(part("model."))
-        self.average.load_state_dict(part("average."))
+        self.average.module.load_state_dict(part("average."))
         self.best_weights = part("best.") or None
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in part("optimizer.").items():
@@ -138,6 +149,7 @@ def start_training(
     *,
     optimizer: Literal["sgd", "adamw"],
     lr: float,
+    warmup_steps: int,
     momentum: float,
     weight_decay: float,
     ema_decay: float,
@@ -149,17 +161,19 @@ def start_training(
         model: any module; is changed in place and moved to the accelerator's device.
         stopper: early stopping.
         optimizer, lr, momentum, weight_decay: see `build_optimizer`.
+        warmup_steps: over which the learning rate rises linearly to `lr`.
         ema_decay: share of the average that is kept at each step, 0 to 1; 0 makes the average the model itself.
     """
-    # The order matters: DDP wraps what it finds, the average copies what will be trained.
+    # The order matters: DDP wraps what it finds, and prepare may move tensors and wrap forward.
     model = convert_sync_batchnorm(model, accelerator.device).to(accelerator.device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stub
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay), use_buffers=True)
+    averaged = copy.deepcopy(model)
     built = build_optimizer(model, optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay)
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
     # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
     prepared_model.broadcast_buffers = False
-    return TrainingState(prepared_model, average, prepared_optimizer, stopper)
+    average = WeightAverage(averaged, accelerator.unwrap_model(prepared_model), ema_decay)
+    return TrainingState(prepared_model, average, prepared_optimizer, stopper, lr, warmup_steps)
 
 
 def build_optimizer(
@@ -175,4 +189,4 @@ def build_optimizer(
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
-    return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.99), fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=True)

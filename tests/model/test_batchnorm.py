@@ -132,9 +132,13 @@ def train_halves(rank: int, dtype: torch.dtype, pair: dist.ProcessGroup, synchro
     return dict(net.state_dict())
 
 
-def collectives_of_a_step() -> list[str]:
+def collectives_of_a_step(rank: int) -> list[str]:
+    """The collectives that rank 0 sees in a forward and a backward pass of all."""
     layer = SyncBatchNorm(4)
     x = torch.randn(3, 4, requires_grad=True)
+    if rank > 0:  # starting a profiler costs seconds
+        layer(x).sum().backward()
+        return []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         layer(x).sum().backward()
     return [event.name for event in profile.events() if event.name.startswith("c10d::")]
@@ -163,7 +167,7 @@ def process(rank: int, folder: str) -> None:
             layer = convert_sync_batchnorm(plain_layer(case), CPU, pair if P == 2 else None)
             results[name] = two_steps(case, layer, rank)
     results["error"] = error_on_one_value()
-    results["collectives"] = collectives_of_a_step()
+    results["collectives"] = collectives_of_a_step(rank)
     if rank < 2:
         for dtype in (torch.float32, torch.float64):
             results[f"synchronised {dtype}"] = train_halves(rank, dtype, pair, synchronise=True)
@@ -233,7 +237,7 @@ def test_training_on_two_halves_without_synchronisation_does_not_match(ranks: li
 
 
 def test_a_training_step_takes_one_collective_forward_and_one_backward(ranks: list[dict[str, Any]]) -> None:
-    assert all(results["collectives"] == ["c10d::allgather_"] * 2 for results in ranks)
+    assert ranks[0]["collectives"] == ["c10d::allgather_"] * 2
 
 
 def test_one_value_per_channel_is_refused_on_all_processes(ranks: list[dict[str, Any]]) -> None:

@@ -46,6 +46,7 @@ def begin(
         EarlyStopping(s.monitor, s.patience, s.min_delta),
         optimizer=s.optimizer,
         lr=s.lr,
+        warmup_steps=s.warmup_steps,
         momentum=s.momentum,
         weight_decay=s.weight_decay,
         ema_decay=s.ema_decay,

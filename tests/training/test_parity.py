@@ -15,13 +15,22 @@ from torch import Tensor
 
 from mnist_ddp.data.augment import apply_affine
 from mnist_ddp.data.loaders import Splits, TrainingSamples, load_splits
+from mnist_ddp.data.reading import read_image_set
 from mnist_ddp.settings import Settings
 from mnist_ddp.training.evaluation import evaluate
 from mnist_ddp.training.loop import train_step
 
 GLOBAL_BATCH = 240
 STEPS = 20
-SGD = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.05, "ema_decay": 0.9, "max_grad_norm": 2.0}
+SGD = {
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "warmup_steps": 4,
+    "momentum": 0.9,
+    "weight_decay": 0.05,
+    "ema_decay": 0.5,
+    "max_grad_norm": 2.0,
+}
 
 
 class Training(NamedTuple):
@@ -60,30 +69,32 @@ def train_plainly(splits: Splits, s: Settings) -> Training:
     groups = [{"params": filters, "weight_decay": s.weight_decay}, {"params": biases, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=s.lr, momentum=s.momentum, nesterov=True)
     samples = TrainingSamples(splits.train, seed=s.seed, augment=True, global_batch=GLOBAL_BATCH)
-    losses, average = [], {}
-    for start in range(0, STEPS * GLOBAL_BATCH, GLOBAL_BATCH):
+    average = {name: value.clone() for name, value in model.state_dict().items() if value.is_floating_point()}
+    losses = []
+    for t in range(STEPS):
         optimizer.zero_grad()
-        total = 0.0
-        micro_batch = GLOBAL_BATCH // s.gradient_accumulation_steps
-        for first in range(start, start + GLOBAL_BATCH, micro_batch):
-            images, labels, affine = samples.__getitems__(range(first, first + micro_batch))
+        micro_losses = []
+        for positions in torch.arange(t * GLOBAL_BATCH, (t + 1) * GLOBAL_BATCH).chunk(s.gradient_accumulation_steps):
+            images, labels, affine = samples.__getitems__(positions.tolist())
             logits = model(apply_affine(images, affine.double()))
-            loss = F.cross_entropy(logits, labels, label_smoothing=s.label_smoothing) / s.gradient_accumulation_steps
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
+            loss = F.cross_entropy(logits, labels, label_smoothing=s.label_smoothing)
+            (loss / s.gradient_accumulation_steps).backward()
+            micro_losses.append(loss.item())
+        losses.append(sum(micro_losses) / len(micro_losses))
         torch.nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = s.lr * min(1, (t + 1) / (s.warmup_steps + 1))
         optimizer.step()
-        for name, value in model.state_dict().items():
-            if value.is_floating_point():
-                average[name] = value.clone() if start == 0 else 0.9 * average[name] + 0.1 * value
+        kept = min(s.ema_decay, (1 + t) / (10 + t))
+        for name, mean in average.items():
+            mean.copy_(kept * mean + (1 - kept) * model.state_dict()[name])
     return Training(losses, float("nan"), dict(model.state_dict()), average)
 
 
 @pytest.fixture(scope="module")
 def splits() -> Splits:
     """Of the digits that come with the project."""
-    return load_splits("", "", "", val_fraction=0.1, test_fraction=0.1, seed=1)
+    return load_splits(read_image_set, "", "", "", val_fraction=0.1, test_fraction=0.1, seed=1)
 
 
 def settings(processes: int, accumulation_steps: int = 1, **options: Any) -> Settings:
