@@ -265,8 +265,8 @@ def _threads_per_process(local_processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(1, cores // local_processes)
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    # Both launchers set 1 where they start several processes, whatever the number of cores.
-    by_launcher = asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    # torchrun sets 1 where it starts several processes, and accelerate launch on CPUs always.
+    by_launcher = asked == "1" and not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}.isdisjoint(os.environ)
     return int(asked) if asked.isdigit() and int(asked) > 0 and not by_launcher else share
 
 

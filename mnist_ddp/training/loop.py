@@ -203,7 +203,7 @@ def _steps(
     loader.set_epoch(state.epoch)  # type: ignore[attr-defined]  # else a resumed loader starts with epoch 0 again
     scaled = accelerator.scaler is not None  # then an infinite gradient is a skipped step, not divergence
     bar = tqdm(loader, desc=f"epoch {state.epoch + 1}", unit="step", leave=False, disable=not progress)
-    for index, batch in enumerate(bar):
+    for batch in bar:
         watchdog.beat()
         step = train_step(accelerator, state, batch, **step_settings)
         state.loss_sum += step.loss * len(batch.labels)
@@ -212,7 +212,7 @@ def _steps(
             continue
         if not scaled:
             state.loss_sum += step.grad_norm * 0  # NaN from the first non-finite gradient on, on all processes alike
-            look = accelerator.device.type == "cpu" or index % _STEPS_PER_LOOK == 0
+            look = accelerator.device.type == "cpu" or state.step % _STEPS_PER_LOOK == 0
             if look and not math.isfinite(step.grad_norm):
                 return
         yield

@@ -168,7 +168,15 @@ def start_training(
     model = convert_sync_batchnorm(model, accelerator.device).to(accelerator.device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stub
     averaged = copy.deepcopy(model)
-    built = build_optimizer(model, optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    built = build_optimizer(
+        model,
+        optimizer,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        # A fused optimizer skips an overflowed step inside its kernel, where Accelerate does not notice.
+        fused=accelerator.scaler is None,
+    )
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
     # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
     prepared_model.broadcast_buffers = False
@@ -177,7 +185,7 @@ def start_training(
 
 
 def build_optimizer(
-    model: nn.Module, name: Literal["sgd", "adamw"], *, lr: float, momentum: float, weight_decay: float
+    model: nn.Module, name: Literal["sgd", "adamw"], *, lr: float, momentum: float, weight_decay: float, fused: bool
 ) -> torch.optim.Optimizer:
     """SGD or AdamW over the parameters of `model`.
 
@@ -188,5 +196,5 @@ def build_optimizer(
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
-    return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=True)
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(momentum, 0.999), fused=fused)
