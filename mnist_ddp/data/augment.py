@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHIFT = 0.1  # of the image's side, to either side
-ROTATE_DEGREES = 12.0
-SCALE = 0.12  # 0.88 to 1.12 times
-SHEAR_DEGREES = 8.0
+SHIFT = 0.07  # of the image's side, to either side
+ROTATE_DEGREES = 10.0
+SCALE = 0.1  # 0.9 to 1.1 times
+SHEAR_DEGREES = 5.0
 
 
 def draw_affine(num_samples: int, generator: torch.Generator) -> Tensor:

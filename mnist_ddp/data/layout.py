@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from mnist_ddp.errors import UserError
 
-SAMPLE_ROWS = 200
+SAMPLE_ROWS = 200  # rows that decide the layout
+MIN_SAMPLE_ROWS = 10  # without these, nothing is concluded from what a column holds
 
 NUMBER = re.compile(r"[ \t]*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?[ \t]*", re.ASCII)
 LABEL_NAME = re.compile(r"label|class|target|y", re.IGNORECASE)
@@ -148,8 +149,8 @@ def _header(first: Sequence[str]) -> tuple[str, ...]:
         return names
     # Columns named 0, 1, 2...: a table saved without names. Sixteen in a row are no image.
     counted = [int(name) for name in numbers]
-    others = len(names) - len(numbers)
-    if len(counted) >= 16 and others <= 2 and counted in ([*range(len(counted))], [*range(1, len(counted) + 1)]):
+    in_order = counted in ([*range(len(counted))], [*range(1, len(counted) + 1)])
+    if in_order and (len(counted) >= 16 or any(LABEL_NAME.fullmatch(name) for name in texts)):
         return names
     return ()
 
@@ -215,7 +216,7 @@ def _outer_label(header: tuple[str, ...], rest: list[int], sample: list[list[str
     if len(odd) == 1:
         return (odd[0],), False
     first, last = ({row[column].strip() for row in sample} for column in (rest[0], rest[-1]))
-    if len(sample) >= 10 and len(first) == 1 < len(last) and first <= {"0", "0.0", "255", "255.0"}:
+    if len(sample) >= MIN_SAMPLE_ROWS and len(first) == 1 < len(last) and first <= {"0", "0.0", "255", "255.0"}:
         return (rest[-1],), True
     return (rest[0],), False
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mnist_ddp.data.faults import find_faults
-from mnist_ddp.data.layout import NUMBER, SAMPLE_ROWS, Layout, decide_layout, one_hot_names, unquote
+from mnist_ddp.data.layout import MIN_SAMPLE_ROWS, NUMBER, SAMPLE_ROWS, Layout, decide_layout, one_hot_names, unquote
 from mnist_ddp.data.stream import read_blocks
 from mnist_ddp.errors import UserError
 
@@ -83,8 +83,7 @@ def parse_csv(path: str, pixels: IO[bytes], *, label_column: str, transposed: bo
     Raises:
         UserError: the file cannot be read, has no known layout, or has faults.
     """
-    first, _ = next(read_blocks(path), (b"", 1.0))
-    layout = decide_layout(unquote(b"\n".join(first.split(b"\n", SAMPLE_ROWS)[:SAMPLE_ROWS])), path, label_column)
+    layout = decide_layout(_first_lines(path), path, label_column)
     try:
         return _convert(path, layout, pixels, transposed, progress)
     except _OtherScale:
@@ -92,6 +91,16 @@ def parse_csv(path: str, pixels: IO[bytes], *, label_column: str, transposed: bo
         pixels.truncate()
         layout = dataclasses.replace(layout, unit_pixels=not layout.unit_pixels)
         return _convert(path, layout, pixels, transposed, progress)
+
+
+def _first_lines(path: str) -> bytes:
+    """`SAMPLE_ROWS` lines, or fewer where rows are very long: what `decide_layout` looks at."""
+    first = b""
+    for lines, _ in read_blocks(path):
+        first += lines
+        if first.count(b"\n") > MIN_SAMPLE_ROWS:
+            break
+    return unquote(b"\n".join(first.split(b"\n", SAMPLE_ROWS)[:SAMPLE_ROWS]))
 
 
 def _convert(path: str, layout: Layout, pixels: IO[bytes], transposed: bool, progress: bool) -> Contents:
@@ -152,8 +161,8 @@ def _numbered_blocks(path: str, header: bool, faults: _Faults) -> Iterator[tuple
         kept = lines.rstrip(b"\r\n")
         num_lines = lines.count(b"\n")
         if kept:
-            if empty:
-                faults.add(f"row {row - empty} is empty")
+            for number in range(row - empty, row):
+                faults.add(f"row {number} is empty")
             yield kept + b"\n" * (num_lines > kept.count(b"\n")), row, share
             empty = 0
             num_kept = kept.count(b"\n") + 1

@@ -100,7 +100,9 @@ def _rename(labels: Sequence[str], mapping_path: str, path: str) -> tuple[str, .
                     )
                 if numbers:
                     names[numbers[0]] = chr(int(numbers[1]))
-    except (OSError, UnicodeDecodeError, OverflowError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, OverflowError) as error:  # from open, decoding and chr
         reason = getattr(error, "strerror", None) or "is no mapping of labels to code points"
         raise UserError(f"--label_names {mapping_path}: {reason}") from error
     for label in labels:

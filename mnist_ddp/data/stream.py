@@ -27,7 +27,7 @@ _NOT_CSV = {
 }
 
 
-def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, float]]:
+def read_blocks(path: str) -> Iterator[tuple[bytes, float]]:
     """Yields (lines, share): the text in blocks of whole lines, and the share of the file read so far, 0 to 1.
 
     .gz, .xz, .zst, .bz2 and .zip are recognised by their content, not their name. A byte order mark is left out.
@@ -40,7 +40,7 @@ def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[byt
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             text = _unpack(file, path)
-            lines, rest = text.read(block_bytes), b""
+            lines, rest = text.read(BLOCK_BYTES), b""
             _check_text(lines[:4096], path)
             lines = lines.removeprefix(b"\xef\xbb\xbf")
             while lines:
@@ -48,10 +48,10 @@ def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[byt
                 end = lines.rfind(b"\n") + 1
                 if end:
                     yield lines[:end], min(1.0, file.tell() / size)
-                elif len(lines) > 2 * block_bytes:
-                    raise UserError(f"{path}: a row is longer than {block_bytes >> 20} MiB; rows end in a newline")
+                elif len(lines) > 2 * BLOCK_BYTES:
+                    raise UserError(f"{path}: a row is longer than {BLOCK_BYTES >> 20} MiB; rows end in a newline")
                 rest = lines[end:]
-                lines = text.read(block_bytes)
+                lines = text.read(BLOCK_BYTES)
             if rest:
                 yield rest, 1.0
     except UserError:
@@ -86,7 +86,7 @@ def _open_zip(file: BinaryIO, path: str) -> IO[bytes]:
     archive = zipfile.ZipFile(file)
     names = [name for name in archive.namelist() if not name.endswith("/") and not name.startswith("__MACOSX/")]
     tables = [name for name in names if name.lower().endswith((".csv", ".txt", ".tsv", ".data"))]
-    if "[Content_Types].xml" in names:
+    if "xl/workbook.xml" in names:
         raise UserError(f"{path}: is an Excel workbook; save it as CSV")
     if len(tables) != 1:
         found = ", ".join(tables or names) or "nothing"

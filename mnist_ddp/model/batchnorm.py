@@ -52,7 +52,8 @@ class SyncBatchNorm(_BatchNorm):
         if count < 2:
             raise ValueError(f"expected more than 1 value per channel in training, got {count} on all processes")
         if self.track_running_stats:
-            assert self.running_mean is not None and self.running_var is not None
+            assert self.running_mean is not None
+            assert self.running_var is not None
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
@@ -95,7 +96,7 @@ def global_statistics(input: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
     if count > 0:
         # The running statistics passed here only set the dtype of the result: momentum 0 leaves them alone.
         mean_C, var_C = torch.batch_norm_update_stats(input.detach(), zeros_C, zeros_C, 0.0)
-    local = torch.cat([mean_C, var_C, mean_C.new_tensor([count])]).double()
+    local = torch.cat([mean_C, var_C, mean_C.new_tensor([count], dtype=torch.float64)])  # float64: counts stay exact
     means_PC, vars_PC, counts_P1 = _gather(local, group).split([C, C, 1], dim=1)
 
     # Means and variances, not sums of squares, which lose their digits where |mean| >> std. Chan, Golub and LeVeque,

@@ -7,26 +7,33 @@ from typing import Any, Literal
 class EarlyStopping:
     """Counts epochs without improvement of one monitored value.
 
+    Accuracy on n validation samples comes in steps of 1 / n, so late in a training many epochs share the best one. Among
+    those, one with a lower loss is an improvement.
+
     Args:
         monitor: "accuracy", where more is better, or "loss", where less is.
         patience: epochs without improvement after which to stop, 1 or more.
-        min_delta: a change must be larger than this to count.
+        min_delta: a change must be larger than this to count; above 0, equal accuracy is no improvement.
     """
 
     def __init__(self, monitor: Literal["accuracy", "loss"], patience: int, min_delta: float = 0.0) -> None:
         self.monitor = monitor
         self.patience = patience
         self.min_delta = min_delta
-        self.best = -math.inf if monitor == "accuracy" else math.inf
+        self.best_accuracy = -math.inf
+        self.best_loss = math.inf
         self.epochs_without_improvement = 0
 
     def update(self, accuracy: float, loss: float) -> bool:
-        """Takes the values of one epoch in; whether the monitored one improved."""
-        value = accuracy if self.monitor == "accuracy" else loss
-        gain = value - self.best if self.monitor == "accuracy" else self.best - value
-        improved = gain > self.min_delta  # false for NaN
+        """Takes the values of one epoch in; whether it is the best so far. NaN is never better."""
+        lower_loss = self.best_loss - loss > self.min_delta
+        if self.monitor == "loss":
+            improved = lower_loss
+        else:
+            tied = self.min_delta == 0 and accuracy == self.best_accuracy
+            improved = accuracy - self.best_accuracy > self.min_delta or (tied and lower_loss)
         if improved:
-            self.best = value
+            self.best_accuracy, self.best_loss = accuracy, loss
             self.epochs_without_improvement = 0
         else:
             self.epochs_without_improvement += 1
@@ -37,8 +44,13 @@ class EarlyStopping:
         return self.epochs_without_improvement >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "epochs_without_improvement": self.epochs_without_improvement}
+        return {
+            "best_accuracy": self.best_accuracy,
+            "best_loss": self.best_loss,
+            "epochs_without_improvement": self.epochs_without_improvement,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = state["best"]
+        self.best_accuracy = state["best_accuracy"]
+        self.best_loss = state["best_loss"]
         self.epochs_without_improvement = state["epochs_without_improvement"]

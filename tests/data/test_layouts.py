@@ -1,6 +1,6 @@
 """Each layout of csv-like image files that people have is read back equal.
 
-    python -m pytest tests/data/test_layouts.py
+python -m pytest tests/data/test_layouts.py
 """
 
 import bz2
@@ -112,16 +112,17 @@ def test_floats_of_0_to_1_are_scaled_once_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [("0.0", "254.0"), ("0", "0.5"), ("1.0", "2.0"), ("1", "0.25")])
-def test_scale_that_shows_only_after_the_first_block(first: str, then: str, tmp_path: Path) -> None:
-    """More than 8 MiB of pixels that fit both scales, then one that fits a single one."""
+def test_scale_that_shows_only_after_the_first_block(
+    first: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pixels that fit both scales, many blocks of them, then one that fits a single one."""
+    monkeypatch.setattr("mnist_ddp.data.stream.BLOCK_BYTES", 10_000)
     path = tmp_path / "late.csv"
-    row = ",".join(["7", *[first] * 4096])
-    num_rows = (9 << 20) // len(row)
-    path.write_text(f"{row}\n" * num_rows + ",".join(["1", *[then] * 4096]) + "\n")
+    path.write_text(text([["7", *[first] * 4]] * 5000 + [["1", *[then] * 4]] * 2))
     images = read_image_set(path).images
     scale = 255 if float(then) < 1 else 1
-    assert images[: num_rows].unique().tolist() == [round(float(first) * scale)]
-    assert images[num_rows:].unique().tolist() == [round(float(then) * scale)]
+    assert images[:5000].unique().tolist() == [round(float(first) * scale)]
+    assert images[5000:].unique().tolist() == [round(float(then) * scale)]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "xz", "bz2", "zst", "zip"])
@@ -180,7 +181,9 @@ def test_label_last_without_header_is_told_by_a_blank_corner(tmp_path: Path) -> 
     path.write_text(text([*rows(pixels=pixels, label_last=True)] * 20 + [["9", "0", "0", "0", "1"]]))
     with pytest.raises(UserError) as error:
         read_image_set(path)
-    assert str(error.value) == f"{path}: the label may be the first or the last column; say --label_column first or last"
+    assert (
+        str(error.value) == f"{path}: the label may be the first or the last column; say --label_column first or last"
+    )
 
 
 def test_table_saved_without_names_has_a_header_of_numbers(tmp_path: Path) -> None:
@@ -231,7 +234,7 @@ def test_the_digits_that_come_with_the_project_are_read_right() -> None:
     """Against a reading by hand: no code in common with the package."""
     path = REPOSITORY / "data/mnist_test.csv.gz"
     with gzip.open(path, "rt") as file:
-        table = np.loadtxt(file, delimiter=",", dtype=np.int64)
+        table = np.fromstring(",".join(file), dtype=np.int64, sep=",").reshape(10_000, 785)
     found = read_image_set(path)
     assert np.array_equal(found.images.flatten(1).numpy(), table[:, 1:])
     assert np.array_equal(found.labels.numpy(), table[:, 0])

@@ -274,7 +274,8 @@ def test_conversion_keeps_parameters_buffers_names_and_mode() -> None:
 
     assert convert_sync_batchnorm(convert_sync_batchnorm(net, CPU), CPU) is net
     kept = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    assert kept.keys() == tensors.keys() and all(kept[name] is tensors[name] for name in tensors)
+    assert kept.keys() == tensors.keys()
+    assert all(kept[name] is tensors[name] for name in tensors)
     assert {name: module.training for name, module in net.named_modules()} == modes
     assert all(type(net.get_submodule(name)) is SyncBatchNorm for name in ("0", "1.0", "2", "3"))
     assert net[0] is net[3]
@@ -303,4 +304,5 @@ def test_copies_are_synchronised_layers_with_their_own_state(duplicate: Callable
     twin = duplicate(sync)
     sync(torch.randn(3, 4, 5, 5) + 1)
     assert type(twin) is SyncBatchNorm
-    assert twin.num_batches_tracked == 0 and torch.equal(twin.running_mean, torch.zeros(4))
+    assert twin.num_batches_tracked == 0
+    assert torch.equal(twin.running_mean, torch.zeros(4))

@@ -94,11 +94,11 @@ class Faulty(nn.Module):
 
     Args:
         model: what it is otherwise.
-        kind: "loss", "gradient" (and a loss that is right) or "evaluation".
-        at_step: of training, counted from 1, where it goes wrong.
+        kind: "loss", "gradient" (of a loss that is right), "evaluation" or "none".
+        at_step: of training, counted from 1, where the first two go wrong.
     """
 
-    def __init__(self, model: nn.Module, kind: str, at_step: int = 0) -> None:
+    def __init__(self, model: nn.Module, kind: str, at_step: int) -> None:
         super().__init__()
         self.model = model
         self.kind = kind
@@ -126,12 +126,13 @@ class Ended(NamedTuple):
     best_weights: dict[str, Tensor] | None
 
 
-def train(s: Settings, patience_of_ranks: tuple[int, ...] = (), faulty_rank: int = -1, **fault: Any) -> Ended:
-    """One rank: trains to the end. Ranks may differ in their patience, and one may be faulty."""
+def train(s: Settings, patience_of_ranks: tuple[int, ...] = (), fault: tuple[int, str, int] | None = None) -> Ended:
+    """One rank: trains to the end. Ranks may differ in their patience, and one may have a fault: rank, kind, step."""
     accelerator = accelerator_of(gradient_accumulation_steps=s.gradient_accumulation_steps)
     model = convnet(SPLITS, s)
     if fault:
-        model = Faulty(model, **fault if accelerator.process_index == faulty_rank else {"kind": "none"})
+        rank, kind, at_step = fault
+        model = Faulty(model, kind if accelerator.process_index == rank else "none", at_step)
     state, train_loader, val_loader = begin(accelerator, SPLITS, s, model=model)
     if patience_of_ranks:
         state.stopper = EarlyStopping(s.monitor, patience_of_ranks[accelerator.process_index], s.min_delta)
@@ -157,7 +158,7 @@ def train(s: Settings, patience_of_ranks: tuple[int, ...] = (), faulty_rank: int
 @pytest.mark.parametrize("kind, epochs, steps", [("loss", 1, 6), ("gradient", 1, 6), ("evaluation", 0, 4)])
 def test_all_leave_at_the_step_where_one_diverges(kind: str, epochs: int, steps: int) -> None:
     """Epochs of 4 steps on 2 processes; the fault is in the second step of the second epoch, or in the first evaluation."""
-    ranks = run_ranks(train, 2, settings(epochs=5), (), 1, kind, 6)
+    ranks = run_ranks(train, 2, settings(epochs=5), (), (1, kind, 6))
     for rank in ranks:
         assert (rank.status, len(rank.epochs), rank.step) == ("diverged", epochs, steps)
         assert rank.best_epoch == epochs

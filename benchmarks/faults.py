@@ -1,0 +1,232 @@
+"""Kills, stops and starts real runs, and compares what comes out with a run that was left alone.
+
+    python -m benchmarks.faults            # everything, some ten minutes on two cores
+    python -m benchmarks.faults --quick    # a few of each kind
+
+Prints a line per trial and, at the end, "survived N of N". Exit status 1 where a trial was lost.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = "train_accel.py --epochs 6 --batch_size 40 --width 4 --patience 6 --log_with none --checkpoint_every_steps 3"
+LAUNCHERS = {
+    "python": f"python {TRAIN}",
+    "self-started": f"python {TRAIN} --num_processes 2",
+    "torchrun": f"torchrun --standalone --nproc_per_node 2 {TRAIN}",
+    "accelerate launch": f"accelerate launch --multi_gpu --num_processes 2 {TRAIN}",
+}
+_TIMEOUT_SECONDS = 120.0
+
+
+def write_digits(path: Path, rows: int) -> Path:
+    """The first `rows` of the embedded digits."""
+    with gzip.open(ROOT / "data" / "mnist_test.csv.gz", "rt") as digits:
+        path.write_text("".join(next(digits) for _ in range(rows)))
+    return path
+
+
+class Run:
+    """A run in its own session, whose processes can be found and are all gone when the block ends.
+
+    Args:
+        launcher: a key of LAUNCHERS.
+        digits: the CSV to train on.
+        folder: the run folder.
+        flags: further ones.
+    """
+
+    def __init__(self, launcher: str, digits: Path, folder: Path, *flags: str) -> None:
+        words = shlex.split(LAUNCHERS[launcher])
+        self.output = folder.with_suffix(".log")
+        with open(self.output, "a") as log:
+            log.write(f"--- {launcher}\n")
+            self.start = log.tell()
+            self.process = subprocess.Popen(
+                [*words, "--mnist_file_path", str(digits), "--pt_path", str(folder), "--cache_dir=", *flags],
+                cwd=ROOT,
+                env=os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.root = psutil.Process(self.process.pid)
+
+    def said(self) -> str:
+        """What this start has printed."""
+        return self.output.read_bytes()[self.start :].decode(errors="replace")
+
+    def wait_for(self, words: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> bool:
+        """Waits until the run has printed `words`; False if it ended before."""
+        deadline = time.monotonic() + timeout_seconds
+        while words not in self.said():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{words!r} was not printed within {timeout_seconds} s:\n{self.said()}")
+            time.sleep(0.01)
+        return True
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes, in the order in which they were started."""
+        found = []
+        for child in [self.root, *self.root.children(recursive=True)]:
+            command = child.cmdline()
+            helper = any("resource_tracker" in word for word in command)
+            if not helper and (
+                "spawn_main" in " ".join(command) or (command and "train_accel.py" in " ".join(command[:3]))
+            ):
+                found.append(child)
+        launches = [p for p in found if any(q.pid != p.pid and q.ppid() == p.pid for q in found)]
+        return [p for p in found if p not in launches]
+
+    def end(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
+        """Waits for the exit status, and for all processes to be gone."""
+        try:
+            return self.process.wait(timeout_seconds)
+        finally:
+            self.kill_all()
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process of the session, as a power cut would."""
+        for process in self.session():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+    def session(self) -> list[psutil.Process]:
+        """All living processes that this start left behind or still runs."""
+        return [
+            process
+            for process in psutil.process_iter(["pid", "environ", "status"])
+            if process.info["status"] != psutil.STATUS_ZOMBIE and _session_of(process.pid) == self.process.pid
+        ]
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def outcome(folder: Path) -> str:
+    """A hash of the final weights, metrics.jsonl and result.json, without durations."""
+    digest = hashlib.sha256((folder / "cnn" / "model.safetensors").read_bytes())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for values in [*lines, json.loads((folder / "result.json").read_text())]:
+        kept = {k: v for k, v in values.items() if "seconds" not in k and "per_second" not in k and "share" not in k}
+        digest.update(json.dumps(kept).encode())
+    return digest.hexdigest()
+
+
+def killed_run(launcher: str, digits: Path, folder: Path, choose: random.Random, kills: int, seconds: float) -> str:
+    """A run that is killed `kills` times, at moments up to `seconds` after its start line, and then left alone."""
+    for _ in range(kills):
+        run = Run(launcher, digits, folder)
+        if run.wait_for("parameters"):
+            time.sleep(choose.uniform(0, seconds))
+            victims: list[Callable[[], object]] = [run.kill_all, run.process.kill, choose.choice(run.ranks()).kill]
+            choose.choice(victims)()
+        run.end()
+    run = Run(launcher, digits, folder)
+    status = run.end()
+    if status != 0:
+        raise RuntimeError(f"the last start ended with status {status}:\n{run.said()}")
+    return outcome(folder)
+
+
+@contextmanager
+def _trial(name: str, results: list[bool]) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+        results.append(True)
+        print(f"  ok    {name} ({time.monotonic() - started:.0f} s)", flush=True)
+    except Exception as error:
+        results.append(False)
+        print(f"  LOST  {name}: {error}", flush=True)
+
+
+def kill_trials(scratch: Path, digits: Path, trials: int, results: list[bool]) -> None:
+    """Runs killed at random moments equal the one that was left alone."""
+    choose = random.Random(0)
+    for launcher in ("python", "torchrun"):
+        untouched = scratch / f"untouched-{launcher}"
+        run = Run(launcher, digits, untouched)
+        run.wait_for("parameters")
+        started = time.monotonic()
+        if run.end() != 0:
+            raise RuntimeError(run.said())
+        seconds = time.monotonic() - started
+        expected = outcome(untouched)
+        for trial in range(trials // 2):
+            kills = 1 + trial % 3
+            with _trial(f"{launcher}, killed {kills} times, trial {trial + 1}", results):
+                got = killed_run(launcher, digits, scratch / f"killed-{launcher}-{trial}", choose, kills, seconds)
+                assert got == expected, "weights, metrics or result differ from the run that was left alone"
+
+
+def signal_trials(scratch: Path, digits: Path, launchers: list[str], results: list[bool]) -> None:
+    """A stop signal, to the launcher or to one rank, saves and ends all processes in 5 seconds; the next start goes on."""
+    for launcher in launchers:
+        for target in ("launcher", "last rank"):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                name = f"{launcher}, {number.name} to {target}"
+                with _trial(name, results):
+                    folder = scratch / name.replace(" ", "-").replace(",", "")
+                    run = Run(launcher, digits, folder, "--epochs", "1000", "--patience", "1000")
+                    assert run.wait_for("epoch   2"), run.said()
+                    (run.process if target == "launcher" else run.ranks()[-1]).send_signal(number)
+                    started = time.monotonic()
+                    while run.session():
+                        assert time.monotonic() - started < 5, f"still there after 5 s: {run.session()}"
+                        time.sleep(0.05)
+                    status = run.end()
+                    own = launcher in ("python", "self-started")
+                    assert status == (128 + number if own else status or 1), f"exit status {status}"
+                    assert json.loads((folder / "result.json").read_text())["status"] == "preempted"
+                    epochs = len((folder / "metrics.jsonl").read_text().splitlines())
+                    again = Run(launcher, digits, folder, "--epochs", str(epochs + 1), "--patience", "1000")
+                    assert again.end() == 0, again.said()
+                    assert "resumed after" in again.said()
+                    assert len((folder / "metrics.jsonl").read_text().splitlines()) == epochs + 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few trials of each kind")
+    quick = parser.parse_args().quick
+    results: list[bool] = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        digits = write_digits(scratch / "digits.csv", 1000)
+        print("killed with SIGKILL at random moments, started again until done:")
+        kill_trials(scratch, digits, 4 if quick else 20, results)
+        print("stopped with a signal, started again:")
+        signal_trials(scratch, digits, ["self-started"] if quick else list(LAUNCHERS), results)
+    print(f"survived {sum(results)} of {len(results)}")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
