@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,8 @@ class Run:
 
     def __init__(self, launcher: str, digits: Path, folder: Path, *flags: str) -> None:
         words = shlex.split(LAUNCHERS[launcher])
+        self.mark = f"MNIST_DDP_FAULTS={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
         self.output = folder.with_suffix(".log")
         with open(self.output, "a") as log:
             log.write(f"--- {launcher}\n")
@@ -61,13 +64,13 @@ class Run:
             self.process = subprocess.Popen(
                 [*words, "--mnist_file_path", str(digits), "--pt_path", str(folder), "--cache_dir=", *flags],
                 cwd=ROOT,
-                env=os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+                env=os.environ
+                | {name: value, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self.root = psutil.Process(self.process.pid)
 
     def said(self) -> str:
         """What this start has printed."""
@@ -86,16 +89,9 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes, in the order in which they were started."""
-        found = []
-        for child in [self.root, *self.root.children(recursive=True)]:
-            command = child.cmdline()
-            helper = any("resource_tracker" in word for word in command)
-            if not helper and (
-                "spawn_main" in " ".join(command) or (command and "train_accel.py" in " ".join(command[:3]))
-            ):
-                found.append(child)
-        launches = [p for p in found if any(q.pid != p.pid and q.ppid() == p.pid for q in found)]
-        return [p for p in found if p not in launches]
+        trains = [p for p in self.session() if {"train_accel.py", "spawn_main"} & set(_words(p))]
+        parents = {p.ppid() for p in trains}
+        return [p for p in trains if p.pid not in parents]
 
     def end(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
         """Waits for the exit status, and for all processes to be gone."""
@@ -114,19 +110,25 @@ class Run:
         self.process.wait()
 
     def session(self) -> list[psutil.Process]:
-        """All living processes that this start left behind or still runs."""
-        return [
-            process
-            for process in psutil.process_iter(["pid", "environ", "status"])
-            if process.info["status"] != psutil.STATUS_ZOMBIE and _session_of(process.pid) == self.process.pid
-        ]
+        """The living processes of this start, launcher and helpers included."""
+        living = (p for p in psutil.process_iter(["status"]) if p.info["status"] != psutil.STATUS_ZOMBIE)
+        # torchrun gives each worker a session of its own, so sessions do not tell.
+        return [p for p in living if self.mark in _environment(p)]
 
 
-def _session_of(pid: int) -> int:
+def _environment(process: psutil.Process) -> str:
     try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return -1
+        return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """The command line, split at what separates names in it."""
+    try:
+        return " ".join(process.cmdline()).replace("(", " ").split()
+    except psutil.Error:
+        return []
 
 
 def outcome(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """Runs functions on the real processes of a gloo group.
 
-The processes are started once and kept for the next function: importing torch and Accelerate takes them longer than most
-tests. They end with the test run, or when a function fails on one of them.
+The processes are started once and kept for the next function: importing torch and Accelerate takes them longer than
+most tests. They end with the test run, or when a function fails on one of them.
 """
 
 import atexit
@@ -96,7 +96,7 @@ def stop_ranks(grace_seconds: float = 10.0) -> None:
 
 
 def accelerator_of(**options: Any) -> Accelerator:
-    """The project's Accelerator in this process, in fp32 and without accumulation or trackers where not said otherwise."""
+    """The project's Accelerator in this process: in fp32, without accumulation or trackers, unless `options` differ."""
     defaults: dict[str, Any] = {
         "mixed_precision": "no",
         "gradient_accumulation_steps": 1,

@@ -106,7 +106,7 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path: Path) ->
     assert parse_settings([f"--config={config}"]).batch_size == 64
 
 
-@pytest.mark.parametrize("text, value", [("1e-4", 1e-4), ("0.0001", 1e-4), ("1", 1.0), ("1.5e3", 1500.0)])
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("0.0001", 1e-4), ("1", 1.0), ("1.5e3", 1500.0)])
 def test_numbers_in_yaml_may_be_written_as_on_the_command_line(tmp_path: Path, text: str, value: float) -> None:
     """YAML 1.1 takes 1e-4, without a point, for text."""
     assert load_settings(write(tmp_path / "lr.yaml", f"lr: {text}\n")).lr == value
@@ -126,14 +126,17 @@ def test_the_original_recipe_has_the_values_of_the_script() -> None:
 # ---- slips
 
 
-@pytest.mark.parametrize("typed, meant", [
-    ("batchsize", "batch_size"),
-    ("learning_rate", ""),
-    ("weight-decay-", "weight_decay"),
-    ("epoch", "epochs"),
-    ("num_procs", "num_processes"),
-    ("xyz", ""),
-])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("batchsize", "batch_size"),
+        ("learning_rate", ""),
+        ("weight-decay-", "weight_decay"),
+        ("epoch", "epochs"),
+        ("num_procs", "num_processes"),
+        ("xyz", ""),
+    ],
+)
 def test_an_unknown_name_is_refused_with_the_nearest(typed: str, meant: str, tmp_path: Path) -> None:
     name = typed.replace("-", "_")
     flag_error = error_of(f"--{typed}", "3")
@@ -146,19 +149,27 @@ def test_an_unknown_name_is_refused_with_the_nearest(typed: str, meant: str, tmp
         assert key_error.endswith(f"; did you mean {meant}?")
 
 
-@pytest.mark.parametrize("name, bad, limit", [
-    *((name, "0", "1 or more") for name in (
-        "epochs", "batch_size", "gradient_accumulation_steps", "num_processes", "patience", "width", "keep_checkpoints",
-    )),
-    *((name, bad, "0 or more") for name in ("weight_decay", "max_grad_norm", "min_delta") for bad in ("-0.1", "inf", "nan")),
-    *((name, "-1", "0 or more") for name in ("warmup_steps", "checkpoint_every_steps")),
-    *((name, bad, "above 0") for name in ("lr", "timeout_seconds") for bad in ("0", "-1", "inf", "nan")),
-    *((name, bad, "at least 0 and below 1") for name in ("momentum", "ema_decay", "label_smoothing") for bad in ("1", "-0.1", "nan")),
-    *((name, bad, "above 0 and below 1") for name in ("val_fraction", "test_fraction") for bad in ("0", "1", "nan")),
-    *(("target_accuracy", bad, "between 0 and 1") for bad in ("-0.1", "1.1", "99", "nan")),
-    *(("seed", bad, "between 0 and 2^63 - 1") for bad in ("-1", str(2**63))),
-    *(("port", bad, "between 0 and 65535") for bad in ("-1", "65536")),
-])  # fmt: skip
+OUT_OF_RANGE = (
+    (
+        ("epochs", "batch_size", "gradient_accumulation_steps", "num_processes", "patience", "keep_checkpoints"),
+        "1 or more",
+        ("0", "-1"),
+    ),
+    (("weight_decay", "max_grad_norm", "min_delta"), "0 or more", ("-0.1", "inf", "nan")),
+    (("warmup_steps", "checkpoint_every_steps"), "0 or more", ("-1",)),
+    (("lr", "timeout_seconds"), "above 0", ("0", "-1", "inf", "nan")),
+    (("momentum", "ema_decay", "label_smoothing"), "at least 0 and below 1", ("1", "-0.1", "nan")),
+    (("val_fraction", "test_fraction"), "above 0 and below 1", ("0", "1", "nan")),
+    (("target_accuracy",), "between 0 and 1", ("-0.1", "1.1", "99", "nan")),
+    (("seed",), "between 0 and 2^63 - 1", ("-1", str(2**63))),
+    (("port",), "between 0 and 65535", ("-1", "65536")),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "limit"),
+    [(name, bad, limit) for names, limit, values in OUT_OF_RANGE for name in names for bad in values],
+)
 def test_a_value_out_of_range_is_refused(name: str, bad: str, limit: str, tmp_path: Path) -> None:
     assert re.fullmatch(rf"--{name} must be {re.escape(limit)}, got \S+", error_of(f"--{name}={bad}"))
     config = write(tmp_path / "range.yaml", f"{name}: {bad}\n")
@@ -172,25 +183,34 @@ def test_limits_that_are_allowed() -> None:
     assert parse_settings(["--val_fraction", "0", "--val_file_path", "val.csv"]).val_fraction == 0
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--val_fraction", "0.5", "--test_fraction", "0.5"], "--val_fraction and --test_fraction must add up to less than 1"),
-    (["--gpu", "0;1"], "--gpu must be comma-separated numbers such as 0,1, got '0;1'"),
-    (["--gpu", "0,"], "--gpu must be comma-separated numbers such as 0,1, got '0,'"),
-    (["--pt_path", ""], "--pt_path must name a folder"),
-    (["--config"], "--config needs a file name"),
-])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--val_fraction=0.5", "--test_fraction=0.5"],
+            "--val_fraction and --test_fraction must add up to less than 1",
+        ),
+        (["--gpu", "0;1"], "--gpu must be comma-separated numbers such as 0,1, got '0;1'"),
+        (["--gpu", "0,"], "--gpu must be comma-separated numbers such as 0,1, got '0,'"),
+        (["--pt_path", ""], "--pt_path must name a folder"),
+        (["--config"], "--config needs a file name"),
+    ],
+)
 def test_other_slips_are_refused(args: list[str], message: str) -> None:
     assert error_of(*args) == message
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("--epochs", "ten"),
-    ("--epochs", "1.5"),
-    ("--lr", "fast"),
-    ("--augment", "perhaps"),
-    ("--optimizer", "adam"),
-    ("--mixed_precision", "fp8"),
-])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--epochs", "ten"),
+        ("--epochs", "1.5"),
+        ("--lr", "fast"),
+        ("--augment", "perhaps"),
+        ("--optimizer", "adam"),
+        ("--mixed_precision", "fp8"),
+    ],
+)
 def test_a_value_of_the_wrong_type_names_its_flag(flag: str, value: str) -> None:
     message = error_of(flag, value)
     assert flag in message
@@ -202,14 +222,17 @@ def test_a_flag_without_its_value_is_refused() -> None:
     assert "--epochs" in error_of("--epochs")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "expected lines such as 'lr: 0.003'"),
-    ("just text", "expected lines such as 'lr: 0.003'"),
-    ("- lr\n- 3", "expected lines such as 'lr: 0.003'"),
-    ("lr: [1, 2\n", "not valid YAML: "),
-    ("lr: [1, 2]\n", "--lr"),
-    ("lr:\n", "--lr"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected lines such as 'lr: 0.003'"),
+        ("just text", "expected lines such as 'lr: 0.003'"),
+        ("- lr\n- 3", "expected lines such as 'lr: 0.003'"),
+        ("lr: [1, 2\n", "not valid YAML: "),
+        ("lr: [1, 2]\n", "--lr"),
+        ("lr:\n", "--lr"),
+    ],
+)
 def test_a_file_that_holds_no_settings_is_refused(text: str, message: str, tmp_path: Path) -> None:
     config = write(tmp_path / "bad.yaml", text)
     said = error_of("--config", config)
@@ -243,6 +266,7 @@ def test_help_imports_no_torch_and_shows_every_field() -> None:
 
 def test_help_answers_within_a_second() -> None:
     """Of CPU time, which other programs on the machine do not lengthen."""
+
     def cpu_seconds() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime

@@ -119,7 +119,11 @@ def _load(path: Path, key: str) -> Stored | None:
     import pyarrow as pa
 
     try:
-        with path.open("rb") as file:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    try:
+        with file:
             mapped = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         reader = pa.ipc.open_file(mapped)
         metadata, batch = reader.schema.metadata, reader.get_batch(0)
@@ -127,16 +131,17 @@ def _load(path: Path, key: str) -> Stored | None:
         (_, pixels), (_, labels) = (column.buffers() for column in batch.columns)
         if metadata[b"checksum"].decode() != _checksum(about, [pixels], labels):
             return None
-    except (FileNotFoundError, ValueError, KeyError, pa.ArrowException):  # an empty file cannot be mapped: ValueError
+        found_key, labelled, height, width, _, class_names, notes = json.loads(about)
+        images = np.frombuffer(pixels, np.uint8, len(batch) * height * width).reshape(-1, height, width)
+        indices = np.frombuffer(labels, np.int64, len(batch))
+    except (OSError, ValueError, KeyError, pa.ArrowException):  # what damage looks like; an empty file is a ValueError
         return None
-    found_key, labelled, height, width, _, class_names, notes = json.loads(about)
     if found_key != key:
         return None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        images = torch.from_numpy(np.frombuffer(pixels, np.uint8, len(batch) * height * width))
-        indices = torch.from_numpy(np.frombuffer(labels, np.int64, len(batch))) if labelled else None
-    return Stored(images.view(-1, height, width), indices, tuple(class_names), tuple(notes))
+        tensors = torch.from_numpy(images), torch.from_numpy(indices) if labelled else None
+    return Stored(*tensors, tuple(class_names), tuple(notes))
 
 
 def _checksum(about: str, pixels: Iterable[Any], labels: Any) -> str:

@@ -233,8 +233,8 @@ class _SplitReader:
             ThreadPoolExecutor() as pool,
             tqdm(desc=self.source, total=len(encoded), unit=" images", disable=not self.progress) as bar,
         ):
-            for batch in encoded.iter(_BATCH):
-                for row, image in enumerate(pool.map(self._decode, batch[column]), bar.n):
+            for first, batch in zip(range(0, len(encoded), _BATCH), encoded.iter(_BATCH), strict=True):
+                for row, image in enumerate(pool.map(self._decode, batch[column]), first):
                     if isinstance(image, Exception):
                         raise UserError(f"{self.source}: row {row}, from 0: not an image: {image}") from image
                     size = size or image.shape

@@ -24,7 +24,7 @@ def draw(n: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("height, width", SIZES)
+@pytest.mark.parametrize(("height", "width"), SIZES)
 def test_the_identity_gives_the_image_back(height: int, width: int, dtype: torch.dtype) -> None:
     images = noise(3, height, width)
     result = apply_affine(images, IDENTITY.to(dtype).repeat(3, 1, 1))
@@ -32,8 +32,8 @@ def test_the_identity_gives_the_image_back(height: int, width: int, dtype: torch
     torch.testing.assert_close(result, images.to(dtype) / 255, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("down, right", [(1, 0), (0, 1), (-2, 3), (4, -1)])
-@pytest.mark.parametrize("height, width", [(28, 28), (7, 12)])
+@pytest.mark.parametrize(("down", "right"), [(1, 0), (0, 1), (-2, 3), (4, -1)])
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (7, 12)])
 def test_a_shift_by_whole_pixels_moves_them(height: int, width: int, down: int, right: int) -> None:
     image = noise(1, height, width)
     shift = IDENTITY.double().clone()
@@ -54,7 +54,7 @@ def test_a_quarter_turn_turns_the_image() -> None:
     )
 
 
-@pytest.mark.parametrize("height, width", SIZES)
+@pytest.mark.parametrize(("height", "width"), SIZES)
 def test_equals_the_grid_of_torch(height: int, width: int) -> None:
     images, affine = noise(16, height, width), draw(16).double()
     grid = torch.nn.functional.affine_grid(affine, [16, 1, height, width], align_corners=False)

@@ -65,13 +65,11 @@ def read_by_hand(content: bytes) -> tuple[list[str], list[list[float]]] | None:
     lines = content.decode("utf-8", errors="replace").removeprefix("\ufeff").rstrip("\r\n").split("\n")
     separator = max(",;\t", key=lines[0].count)
     table = [
-        [re.sub(r'^"(.*)"$', r"\1", field) for field in line.removesuffix("\r").split(separator)] for line in lines
+        [re.sub(r'^"(.*)"\s*$', r"\1", field) for field in line.removesuffix("\r").split(separator)] for line in lines
     ]
     if re.search("[a-z]", lines[0]):
         table = table[1:]
-    if not all(
-        re.fullmatch(r"[ \t]*[-+]?[0-9]*\.?[0-9]+\.?(e[-+]?[0-9]+)?[ \t]*", field) for row in table for field in row
-    ):
+    if not all(re.fullmatch(r"\s*[-+]?[0-9]*\.?[0-9]+\.?(e[-+]?[0-9]+)?\s*", field) for row in table for field in row):
         return None
     numbers = [[float(field) for field in row] for row in table]
     pixels = [row[1:] for row in numbers]

@@ -160,7 +160,7 @@ def test_evaluation_walks_through_the_subset_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "n, fractions, sizes",
+    ("n", "fractions", "sizes"),
     [
         (100, (0.1, 0.1), [80, 10, 10]),
         (10_000, (0.1, 0.1), [8000, 1000, 1000]),
@@ -195,7 +195,7 @@ def write_csv(path: Path, n: int, size: int = 2) -> str:
 
 
 @pytest.mark.parametrize(
-    "own, sizes",
+    ("own", "sizes"),
     [
         ((), [32, 4, 4]),
         (("val",), [36, 10, 4]),
@@ -231,7 +231,7 @@ def loaders_of(n: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "batch_size, processes, accumulation_steps, fits",
+    ("batch_size", "processes", "accumulation_steps", "fits"),
     [
         (37, 1, 1, "--batch_size 36 would fit"),
         (19, 2, 1, "--batch_size 18 would fit"),

@@ -28,7 +28,7 @@ def net_of(height: int = 28, width: int = 28, classes: int = 10, seed: int = 0, 
 
 
 @pytest.mark.parametrize("classes", [2, 10, 47])
-@pytest.mark.parametrize("height, width", [(28, 28), (1, 1), (2, 30), (7, 12), (32, 32), (65, 33)])
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (1, 1), (2, 30), (7, 12), (32, 32), (65, 33)])
 def test_takes_images_of_any_size_and_any_number_of_classes(height: int, width: int, classes: int) -> None:
     net = net_of(height, width, classes)
     logits = net(images_of(height, width))
@@ -39,7 +39,7 @@ def test_takes_images_of_any_size_and_any_number_of_classes(height: int, width: 
     assert len(net.class_names) == classes
 
 
-@pytest.mark.parametrize("height, width", [(28, 28), (20, 33), (64, 64)])
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (20, 33), (64, 64)])
 def test_takes_other_sizes_than_it_was_made_for(height: int, width: int) -> None:
     with torch.inference_mode():
         assert net_of(28, 28).eval()(images_of(height, width)).shape == (3, 10)

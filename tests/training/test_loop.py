@@ -155,9 +155,9 @@ def train(s: Settings, patience_of_ranks: tuple[int, ...] = (), fault: tuple[int
     return Ended(state.status, state.step, epochs, averages, state.best_epoch, state.best_weights)
 
 
-@pytest.mark.parametrize("kind, epochs, steps", [("loss", 1, 6), ("gradient", 1, 6), ("evaluation", 0, 4)])
+@pytest.mark.parametrize(("kind", "epochs", "steps"), [("loss", 1, 6), ("gradient", 1, 6), ("evaluation", 0, 4)])
 def test_all_leave_at_the_step_where_one_diverges(kind: str, epochs: int, steps: int) -> None:
-    """Epochs of 4 steps on 2 processes; the fault is in the second step of the second epoch, or in the first evaluation."""
+    """Epochs have 4 steps; the fault is in the second step of the second epoch, or in the first evaluation."""
     ranks = run_ranks(train, 2, settings(epochs=5), (), (1, kind, 6))
     for rank in ranks:
         assert (rank.status, len(rank.epochs), rank.step) == ("diverged", epochs, steps)
@@ -193,8 +193,9 @@ def test_runs_all_epochs_where_nothing_ends_it() -> None:
 def test_best_weights_are_the_averages_of_the_best_epoch(monitor: str) -> None:
     (rank,) = run_ranks(train, 1, settings(epochs=100, patience=2, monitor=monitor, lr=0.3))
     assert (rank.status, rank.best_epoch) == ("early_stopped", len(rank.epochs) - 2)
-    monitored = [epoch.val.accuracy if monitor == "accuracy" else -epoch.val.loss for epoch in rank.epochs]
-    assert rank.best_epoch - 1 == monitored.index(max(monitored))
+    # Of equal accuracies the one with the lowest loss.
+    worth = [(epoch.val.accuracy if monitor == "accuracy" else 0, -epoch.val.loss) for epoch in rank.epochs]
+    assert rank.best_epoch - 1 == worth.index(max(worth))
     torch.testing.assert_close(rank.best_weights, rank.averages[rank.best_epoch - 1], rtol=0, atol=0)
     assert not torch.equal(rank.best_weights["classifier.bias"], rank.averages[-1]["classifier.bias"])
 

@@ -50,9 +50,7 @@ def train(splits: Splits, s: Settings, dtype: torch.dtype, steps: int | None = N
     micro_losses = []
     for batch in islice(train_loader, steps and steps * s.gradient_accumulation_steps):
         batch = batch._replace(affine=batch.affine.to(dtype))
-        step = train_step(
-            accelerator, state, batch, label_smoothing=s.label_smoothing, max_grad_norm=s.max_grad_norm
-        )
+        step = train_step(accelerator, state, batch, label_smoothing=s.label_smoothing, max_grad_norm=s.max_grad_norm)
         micro_losses.append(accelerator.reduce(step.loss, reduction="mean"))
     losses = torch.stack(micro_losses).view(-1, s.gradient_accumulation_steps).mean(dim=1).tolist()
     assert state.step == len(losses)
@@ -104,18 +102,23 @@ def settings(processes: int, accumulation_steps: int = 1, **options: Any) -> Set
 
 @pytest.mark.slow
 def test_fp32_processes_match_one(splits: Splits) -> None:
-    whole, *shared = [
-        run_ranks(train, processes, splits, settings(processes), torch.float32) for processes in (1, 2, 3, 4)
-    ]
-    (expected,) = whole
+    """Over an epoch. Rounding grows with each step, and the faster the higher the learning rate."""
+    (expected,) = run_ranks(train, 1, splits, settings(1, lr=1e-3), torch.float32)
     assert len(expected.losses) == len(splits.train) // GLOBAL_BATCH
     assert expected.losses[-1] < expected.losses[0] - 0.3  # it does learn
-    for ranks in shared:
-        for rank in ranks:
-            assert rank.losses == ranks[0].losses
+    for processes in (2, 3, 4):
+        for rank in run_ranks(train, processes, splits, settings(processes, lr=1e-3), torch.float32):
             assert rank.losses[:5] == pytest.approx(expected.losses[:5], rel=0, abs=1e-5)
             assert rank.losses[:STEPS] == pytest.approx(expected.losses[:STEPS], rel=0, abs=1e-3)
             assert rank.val_accuracy == pytest.approx(expected.val_accuracy, rel=0, abs=0.003)
+
+
+@pytest.mark.slow
+def test_fp32_processes_match_one_with_the_default_recipe(splits: Splits) -> None:
+    (expected,) = run_ranks(train, 1, splits, settings(1), torch.float32, 5)
+    for processes in (2, 3, 4):
+        for rank in run_ranks(train, processes, splits, settings(processes), torch.float32, 5):
+            assert rank.losses == pytest.approx(expected.losses, rel=0, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -149,4 +152,6 @@ def check_equal(training: Training, expected: Training) -> None:
     assert training.weights.keys() == expected.weights.keys()
     for ours, theirs in ((training.weights, expected.weights), (training.average, expected.average)):
         for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours[name], value, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            )

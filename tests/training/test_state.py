@@ -4,6 +4,7 @@ python -m pytest tests/training/test_state.py
 """
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,15 +45,18 @@ def first_adamw_step(w: Tensor, g: Tensor, decay: float, momentum: float) -> Ten
     return w - LR * decay * w - LR * g / (g.square().sqrt() + 1e-8)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
-    "name, momentum, expected_step",
+    ("name", "momentum", "expected_step"),
     [("sgd", MOMENTUM, first_sgd_step), ("sgd", 0.0, first_sgd_step), ("adamw", MOMENTUM, first_adamw_step)],
 )
-def test_weight_decay_acts_on_filters_and_matrices_alone(name: str, momentum: float, expected_step) -> None:
+def test_weight_decay_acts_on_filters_and_matrices_alone(
+    name: str, momentum: float, expected_step: Callable[..., Tensor], fused: bool
+) -> None:
     model = model_of_all_kinds()
     before = copy.deepcopy(dict(model.named_parameters()))
     set_gradients(model)
-    build_optimizer(model, name, lr=LR, momentum=momentum, weight_decay=DECAY).step()
+    build_optimizer(model, name, lr=LR, momentum=momentum, weight_decay=DECAY, fused=fused).step()
     decayed = {"0.weight", "3.weight"}
     for parameter_name, parameter in model.named_parameters():
         decay = DECAY if parameter_name in decayed else 0.0
@@ -63,7 +67,7 @@ def test_weight_decay_acts_on_filters_and_matrices_alone(name: str, momentum: fl
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_every_parameter_is_trained_once(name: str) -> None:
     model = model_of_all_kinds()
-    optimizer = build_optimizer(model, name, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    optimizer = build_optimizer(model, name, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, fused=True)
     trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(trained) == sorted(map(id, model.parameters()))
 
