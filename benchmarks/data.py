@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,7 @@ def megabytes(field: str) -> float:
 
 def measure_parsing(path: Path, cache: Path) -> dict[str, float]:
     """Seconds and peak memory over the bare process, in a process that has imported everything."""
-    import pandas
-    import pyarrow
-
-    read_image_set(ROOT / "data/mnist_test.csv.gz")  # warms up allocators and lazy imports of both
-    del pandas, pyarrow
+    read_image_set(ROOT / "data/mnist_test.csv.gz", cache_dir=str(cache))  # imports all that is imported when needed
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to the current size
     before, start = megabytes("VmRSS"), time.perf_counter()
     rows = len(read_image_set(path, cache_dir=str(cache)))
@@ -115,11 +112,11 @@ def main() -> int:
         speed = compare_speed(write_table(Path(folder) / "table.csv", rows), cache, rounds=3 if args.quick else 5)
         large = write_table(Path(folder) / "large.csv", many_rows)
         large_gb = os.path.getsize(large) / 1e9
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
-            parsing = pool.apply(measure_parsing, (large, cache))
-            pool.apply(time.sleep, (0,))
-        with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-            training = pool.starmap(measure_training, [(large, cache)] * 2, chunksize=1)
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn) as pool:
+            parsing = pool.submit(measure_parsing, large, cache).result()
+        with ProcessPoolExecutor(2, spawn, max_tasks_per_child=1) as pool:
+            training = list(pool.map(measure_training, [large] * 2, [cache] * 2))
     private = sum(process["private_mb"] for process in training)
     lines = [
         (f"{rows:,} rows: pandas.read_csv", f"{speed['pandas_seconds']:.2f} s", ""),

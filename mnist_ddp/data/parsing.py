@@ -113,24 +113,24 @@ def _convert(path: str, layout: Layout, pixels: IO[bytes], transposed: bool, pro
     only_bits = True  # whether all pixels so far were written as 0 or 1
     lines = b""
     with tqdm(desc=os.path.basename(path), unit=" rows", unit_scale=True, disable=not progress) as bar:
-        for lines, first_row, share in _numbered_blocks(path, bool(layout.header), faults):
-            table = _parse_numbers(lines, layout, dtype)
+        for lines, first_row, num_rows, share in _number_rows(path, bool(layout.header), faults):
             block = None
+            table = _parse_numbers(lines, num_rows, layout, dtype)
             if table is not None:
                 dtype = table.pixels.dtype.name
                 block = _check_values(table, layout)
                 if block is None and only_bits and _to_bytes(table.pixels, not layout.unit_pixels) is not None:
                     raise _OtherScale
-                only_bits = only_bits and bool(np.isin(table.pixels, (0, 1)).all())
+                only_bits = only_bits and table.pixels.max() <= 1 and bool(np.isin(table.pixels, (0, 1)).all())
             if block is None:
-                _add_faults(faults, lines, layout, first_row)
+                _add_faults(faults, lines, layout, first_row, num_rows)
             elif not faults.count:
                 images = block.pixels.reshape(-1, layout.side, layout.side)
                 pixels.write(np.ascontiguousarray(images.transpose(0, 2, 1) if transposed else images).data)
                 labels.append(block.labels)
                 corners.update(np.unique(images[:, 0, 0]).tolist())
-            bar.update(lines.count(b"\n"))
-            bar.total = round(bar.n / share)
+            bar.update(num_rows)
+            bar.total = round(bar.n / share)  # all rows, if the others are as long
     faults.raise_any()
     if not labels:
         raise UserError(f"{path}: has a header but no rows")
@@ -149,26 +149,25 @@ def _convert(path: str, layout: Layout, pixels: IO[bytes], transposed: bool, pro
     return _contents(layout, np.concatenate(labels), tuple(notes), path)
 
 
-def _numbered_blocks(path: str, header: bool, faults: _Faults) -> Iterator[tuple[bytes, int, float]]:
-    """Yields (lines, number of the first, share of the file read), without the header and empty lines at the end."""
+def _number_rows(path: str, header: bool, faults: _Faults) -> Iterator[tuple[bytes, int, int, float]]:
+    """Yields (lines, number of the first, how many, share of the file read): no header, no empty lines at the end."""
     row = 1
-    empty = 0  # lines just before `row`
+    num_empty = 0  # lines just before `row`
     for lines, share in read_blocks(path):
         lines = unquote(lines)
         if header and row == 1:
             lines = lines.partition(b"\n")[2]
             row = 2
         kept = lines.rstrip(b"\r\n")
-        num_lines = lines.count(b"\n")
+        num_kept = kept.count(b"\n") + 1 if kept else 0
+        ending = lines[len(kept) :]
+        num_lines = num_kept + max(0, ending.count(b"\n") - bool(kept))
         if kept:
-            for number in range(row - empty, row):
+            for number in range(row - num_empty, row):
                 faults.add(f"row {number} is empty")
-            yield kept + b"\n" * (num_lines > kept.count(b"\n")), row, share
-            empty = 0
-            num_kept = kept.count(b"\n") + 1
-        else:
-            num_kept = 0
-        empty += max(0, num_lines - num_kept)
+            num_empty = 0
+            yield kept + b"\n" if b"\n" in ending else kept, row, num_kept, share
+        num_empty += num_lines - num_kept
         row += num_lines
 
 
@@ -179,11 +178,10 @@ class _Table(NamedTuple):
     labels: NDArray[Any]  # (n, k) of the same type, or object: a label, one-hot labels, or none
 
 
-def _parse_numbers(lines: bytes, layout: Layout, dtype: str) -> _Table | None:
+def _parse_numbers(lines: bytes, num_rows: int, layout: Layout, dtype: str) -> _Table | None:
     """Rows in `dtype` or, where it does not fit, float64; None where they are no table of numbers."""
     import pandas as pd
 
-    num_rows = lines.count(b"\n") + (not lines.endswith(b"\n"))
     texts = {*layout.ignored, *(layout.label if layout.text_labels else ())}
     for number in dict.fromkeys((dtype, "float64")):
         by_column: Any = {column: "object" if column in texts else number for column in range(layout.num_columns)}
@@ -247,13 +245,12 @@ def _to_labels(labels: NDArray[Any], layout: Layout) -> NDArray[Any] | None:
     return labels[:, 0].astype(np.int64) if right else None
 
 
-def _add_faults(faults: _Faults, lines: bytes, layout: Layout, first_row: int) -> None:
+def _add_faults(faults: _Faults, lines: bytes, layout: Layout, first_row: int, num_rows: int) -> None:
     before = faults.count
     for fault in find_faults(lines, layout, first_row):
         faults.add(fault)
     if faults.count == before:  # a number that pandas alone cannot read, such as one of a thousand digits
-        last_row = first_row + lines.rstrip(b"\n").count(b"\n")
-        faults.add(f"one of the rows {first_row} to {last_row} cannot be read")
+        faults.add(f"one of the rows {first_row} to {first_row + num_rows - 1} cannot be read")
 
 
 def _may_be_cut(lines: bytes, layout: Layout) -> bool:
