@@ -1,7 +1,11 @@
 """What several test files share. Its place also puts tests/ on the import path, for launching.py and ranks.py."""
 
 import gzip
+import os
 from pathlib import Path
+
+# Before torch is imported: some tests fork, and a forked child would wait for ever for the threads of OpenMP's pool.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from launching import ROOT

@@ -26,7 +26,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "data/README.md")
 # What a command in a document starts with, where it stands in a line of text or in a table.
 PROGRAMS = ("python", "torchrun", "accelerate", "pip", "bash", "tensorboard")
 # What the name of a package on the index is, where it differs from the module's.
-PACKAGES = {"yaml": "PyYAML"}
+PACKAGES = {"yaml": "PyYAML", "PIL": "pillow"}
 
 
 def blocks(text: str, language: str) -> list[str]:
