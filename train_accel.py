@@ -12,10 +12,13 @@ All of them work with GPUs and without. `--help` lists the settings; the README 
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
+from typing import TYPE_CHECKING
 
 from mnist_ddp.errors import exit_with_one_line
 from mnist_ddp.settings import Settings, parse_settings
+
+if TYPE_CHECKING:
+    from mnist_ddp.data.image_set import ImageSet
 
 STARTED = time.perf_counter()
 
@@ -28,8 +31,7 @@ def train(settings: Settings) -> int:
     """
     # Not at the top of the file: these import torch, which takes seconds, and --help should not.
     from mnist_ddp import console
-    from mnist_ddp.data.loaders import load_splits, make_loaders, pixel_statistics
-    from mnist_ddp.data.reading import read_image_set
+    from mnist_ddp.data.loaders import make_loaders, make_splits, pixel_statistics
     from mnist_ddp.distributed import check_same, leaving, on_main, start_accelerator, together
     from mnist_ddp.model.convnet import build_model
     from mnist_ddp.training import watchdog
@@ -51,24 +53,9 @@ def train(settings: Settings) -> int:
     with leaving(accelerator):
         is_main, processes = accelerator.is_main_process, accelerator.num_processes
         folder = together(lambda: RunFolder(s.pt_path, s.resume, s.keep_checkpoints) if is_main else None)
-        read = partial(
-            read_image_set,
-            label_column=s.label_column,
-            label_names=s.label_names,
-            transposed=s.transposed,
-            cache_dir=s.cache_dir,
-            progress=is_main and sys.stderr.isatty(),
-        )
+        sets = together(lambda: read_images(s, progress=is_main and sys.stderr.isatty()))
         splits = together(
-            lambda: load_splits(
-                read,
-                s.mnist_file_path,
-                s.val_file_path,
-                s.test_file_path,
-                val_fraction=s.val_fraction,
-                test_fraction=s.test_fraction,
-                seed=s.seed,
-            )
+            lambda: make_splits(sets, val_fraction=s.val_fraction, test_fraction=s.test_fraction, seed=s.seed)
         )
         run = describe_run(s, splits, processes)
         check_same(run)
@@ -154,6 +141,24 @@ def train(settings: Settings) -> int:
             folder.write_result(result)
             print(console.end_line(result, s.pt_path))
         return {"diverged": 3, "preempted": 128 + (signals.agreed or 0)}.get(state.status or "", 0)
+
+
+def read_images(s: Settings, progress: bool) -> "dict[str, ImageSet]":
+    """The sets of a run by their names: "train" and, where they have images of their own, "validation" and "test"."""
+    from mnist_ddp.data.hub import read_dataset
+    from mnist_ddp.data.reading import read_files
+
+    common = {"label_column": s.label_column, "cache_dir": s.cache_dir, "progress": progress}
+    if s.dataset:
+        return read_dataset(s.dataset, image_column=s.image_column, image_size=s.image_size, **common)
+    return read_files(
+        s.mnist_file_path,
+        s.val_file_path,
+        s.test_file_path,
+        label_names=s.label_names,
+        transposed=s.transposed,
+        **common,
+    )
 
 
 def main() -> int:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from mnist_ddp.data.loaders import EMBEDDED_DIGITS, Splits, Subset, make_loaders
-from mnist_ddp.data.reading import read_image_set
+from mnist_ddp.data.loaders import Splits, Subset, make_loaders
+from mnist_ddp.data.reading import read_files
 from mnist_ddp.distributed import start_accelerator
 from mnist_ddp.model import batchnorm
 from mnist_ddp.model.convnet import ConvNet, build_model
@@ -225,7 +225,7 @@ def measure(rank: int, port: int, rounds: int, epochs: int, output: str) -> None
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    main = read_image_set(EMBEDDED_DIGITS)
+    main = read_files("")["train"]
     everything, few = torch.arange(len(main)), torch.arange(PROCESSES)
     digits = Digits(main.images, main.labels, Splits(Subset(main, everything), Subset(main, few), Subset(main, few)))
     running = {name: start(digits) for name, start in CONTENDERS.items()}

@@ -34,7 +34,7 @@ MAY_CHANGE = frozenset(
     [
         *("epochs", "patience", "min_delta", "target_accuracy"),
         *("batch_size", "gradient_accumulation_steps", "num_processes", "gpu"),
-        *("mnist_file_path", "val_file_path", "test_file_path", "pt_path"),
+        *("mnist_file_path", "val_file_path", "test_file_path", "dataset", "pt_path"),
         *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with", "cache_dir"),
         *("master_addr", "port", "timeout_seconds"),
     ]
@@ -50,13 +50,20 @@ class Settings:
 
     # ---- data
     mnist_file_path: str = ""
-    """CSV of labels and pixels; also .gz, .xz, .zst. Empty: the 10,000 MNIST digits that come with the project."""
+    """CSV of labels and pixels, packed or not. Empty: the 10,000 MNIST digits that come with the project."""
     val_file_path: str = ""
     """CSV for validation. Empty: split off the main file."""
     test_file_path: str = ""
     """CSV for the final test. Empty: split off the main file."""
+    dataset: str = ""
+    """In place of files: what the package datasets loads. An id on the Hub, such as ylecun/mnist, or a folder of Parquet
+    files, of class-named folders of images, or of save_to_disk. Its splits are used; missing ones are split off train."""
+    image_column: str = ""
+    """Column of the images in --dataset. Empty: found."""
+    image_size: int = 0
+    """Pixels to a side to which the images of --dataset are resized. 0: as they are."""
     label_column: str = ""
-    """Column of the labels: a name in the header, or first, or last. Empty: found."""
+    """Column of the labels: a name, or, in a CSV, first or last. Empty: found."""
     label_names: str = ""
     """EMNIST mapping file (a label and its code point a line) that names the classes. Empty: the labels do."""
     transposed: bool = False
@@ -141,7 +148,7 @@ class Settings:
         for names, within, words in (
             (_COUNTS, lambda value: value >= 1, "1 or more"),
             (
-                ("weight_decay", "warmup_steps", "max_grad_norm", "min_delta", "checkpoint_every_steps"),
+                ("weight_decay", "warmup_steps", "max_grad_norm", "min_delta", "checkpoint_every_steps", "image_size"),
                 lambda value: 0 <= value < math.inf,
                 "0 or more",
             ),
@@ -157,6 +164,13 @@ class Settings:
                     raise UserError(f"--{name} must be {words}, got {getattr(self, name)}")
         if sum(getattr(self, name) for name in split_off) >= 1:
             raise UserError("--val_fraction and --test_fraction must add up to less than 1")
+        files = [name for name in ("mnist_file_path", "val_file_path", "test_file_path") if getattr(self, name)]
+        of_files = [*files, *(name for name in ("label_names", "transposed") if getattr(self, name))]
+        of_datasets = [name for name in ("image_column", "image_size") if getattr(self, name)]
+        if self.dataset and of_files:
+            raise UserError(f"--{of_files[0]} is for CSV files and --dataset for others; give one of them")
+        if of_datasets and not self.dataset:
+            raise UserError(f"--{of_datasets[0]} needs --dataset")
         if self.gpu and not re.fullmatch(r"\d+(,\d+)*", self.gpu):
             raise UserError(f"--gpu must be comma-separated numbers such as 0,1, got {self.gpu!r}")
         if not self.pt_path:

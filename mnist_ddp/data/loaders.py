@@ -1,8 +1,7 @@
 """ImageSet -> DataLoaders. Which sample comes when is decided here, and never depends on the rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 from mnist_ddp.data.augment import draw_affine
 from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.errors import UserError
-
-EMBEDDED_DIGITS = Path(__file__).resolve().parents[2] / "data" / "mnist_test.csv.gz"
 
 
 class Batch(NamedTuple):
@@ -44,45 +41,23 @@ class Splits(NamedTuple):
     test: Subset
 
 
-def load_splits(
-    read: Callable[..., ImageSet],
-    main_path: str,
-    val_path: str,
-    test_path: str,
-    *,
-    val_fraction: float,
-    test_fraction: float,
-    seed: int,
-) -> Splits:
-    """Reads the files of a run; what has no file of its own is split off the main file.
+def make_splits(sets: Mapping[str, ImageSet], *, val_fraction: float, test_fraction: float, seed: int) -> Splits:
+    """The parts of a run; what is not among `sets` is split off the training set.
 
     Args:
-        read: `read_image_set` with the options of its layout.
-        main_path, val_path, test_path: see Settings; empty for the embedded digits, or for none.
-        val_fraction, test_fraction: shares of the main file, for what is split off it.
+        sets: "train" and, where they have images of their own, "validation" and "test"; of one image size.
+        val_fraction, test_fraction: shares of the training set, for what is split off it.
         seed: of the split.
 
     Raises:
-        UserError: a file cannot be read, holds a fault, or does not fit the main file.
+        UserError: the training set is too small.
     """
-    main = read(main_path or EMBEDDED_DIGITS)
-    own = {
-        name: read(path, class_names=main.class_names)
-        for name, path in (("val", val_path), ("test", test_path))
-        if path
-    }
-    for image_set in own.values():
-        if image_set.images.shape[1:] != main.images.shape[1:]:
-            sizes = ["x".join(map(str, one.images.shape[1:])) for one in (image_set, main)]
-            raise UserError(
-                f"{image_set.source}: images of {sizes[0]} pixels, but those of {main.source} are {sizes[1]}"
-            )
-    fractions = {"val": val_fraction, "test": test_fraction}
-    split_off = [name for name in fractions if name not in own]
-    train, *parts = split(main, [fractions[name] for name in split_off], seed)
+    fractions = {"validation": val_fraction, "test": test_fraction}
+    split_off = [name for name in fractions if name not in sets]
+    train, *parts = split(sets["train"], [fractions[name] for name in split_off], seed)
     named = dict(zip(split_off, parts, strict=True))
-    named |= {name: Subset(image_set, torch.arange(len(image_set))) for name, image_set in own.items()}
-    return Splits(train, named["val"], named["test"])
+    named |= {name: Subset(sets[name], torch.arange(len(sets[name]))) for name in fractions if name in sets}
+    return Splits(train, named["validation"], named["test"])
 
 
 def split(image_set: ImageSet, fractions: Sequence[float], seed: int) -> list[Subset]:

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 
@@ -10,6 +11,33 @@ from mnist_ddp.data.cache import Stored, load_or_parse
 from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.data.parsing import Contents, parse_csv
 from mnist_ddp.errors import UserError
+
+EMBEDDED_DIGITS = Path(__file__).resolve().parents[2] / "data" / "mnist_test.csv.gz"
+
+
+def read_files(main_path: str, val_path: str = "", test_path: str = "", **options: Any) -> dict[str, ImageSet]:
+    """The files of a run: "train" and, where they have files of their own, "validation" and "test".
+
+    Args:
+        main_path: empty for the embedded digits.
+        val_path, test_path: empty for none.
+        options: of `read_image_set`.
+
+    Raises:
+        UserError: a file cannot be used, see `read_image_set`, or does not fit the main one.
+    """
+    main = read_image_set(main_path or EMBEDDED_DIGITS, **options)
+    sets = {"train": main}
+    for name, path in (("validation", val_path), ("test", test_path)):
+        if path:
+            sets[name] = read_image_set(path, class_names=main.class_names, **options)
+            (height, width), (expected_height, expected_width) = sets[name].images.shape[1:], main.images.shape[1:]
+            if (height, width) != (expected_height, expected_width):
+                raise UserError(
+                    f"{path}: images of {height}x{width} pixels, but those of {main.source} are "
+                    f"{expected_height}x{expected_width}"
+                )
+    return sets
 
 
 def read_image_set(

@@ -19,12 +19,12 @@ from mnist_ddp.data.loaders import (
     Splits,
     Subset,
     TrainingSamples,
-    load_splits,
     make_loaders,
+    make_splits,
     pixel_statistics,
     split,
 )
-from mnist_ddp.data.reading import read_image_set
+from mnist_ddp.data.reading import read_files
 from mnist_ddp.errors import UserError
 
 GLOBAL_BATCH = 12
@@ -206,7 +206,7 @@ def write_csv(path: Path, n: int, size: int = 2) -> str:
 def test_what_has_a_file_of_its_own_is_not_split_off(tmp_path: Path, own: tuple[str, ...], sizes: list[int]) -> None:
     main, extra = write_csv(tmp_path / "main.csv", 40), write_csv(tmp_path / "extra.csv", 10)
     val, test = (extra if name in own else "" for name in ("val", "test"))
-    splits = load_splits(read_image_set, main, val, test, val_fraction=0.1, test_fraction=0.1, seed=0)
+    splits = make_splits(read_files(main, val, test), val_fraction=0.1, test_fraction=0.1, seed=0)
     assert [len(subset) for subset in splits] == sizes
     for name in own:
         assert getattr(splits, name).image_set.source == extra
@@ -218,7 +218,7 @@ def test_what_has_a_file_of_its_own_is_not_split_off(tmp_path: Path, own: tuple[
 def test_a_file_with_images_of_another_size_is_refused(tmp_path: Path) -> None:
     main, val = write_csv(tmp_path / "main.csv", 40, size=28), write_csv(tmp_path / "val.csv", 10, size=32)
     with pytest.raises(UserError) as caught:
-        load_splits(read_image_set, main, val, "", val_fraction=0.1, test_fraction=0.1, seed=0)
+        read_files(main, val)
     assert str(caught.value) == f"{val}: images of 32x32 pixels, but those of {main} are 28x28"
 
 

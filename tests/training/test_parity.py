@@ -14,8 +14,8 @@ from runs import begin, convnet
 from torch import Tensor
 
 from mnist_ddp.data.augment import apply_affine
-from mnist_ddp.data.loaders import Splits, TrainingSamples, load_splits
-from mnist_ddp.data.reading import read_image_set
+from mnist_ddp.data.loaders import Splits, TrainingSamples, make_splits
+from mnist_ddp.data.reading import read_files
 from mnist_ddp.settings import Settings
 from mnist_ddp.training.evaluation import evaluate
 from mnist_ddp.training.loop import train_step
@@ -92,7 +92,7 @@ def train_plainly(splits: Splits, s: Settings) -> Training:
 @pytest.fixture(scope="module")
 def splits() -> Splits:
     """Of the digits that come with the project."""
-    return load_splits(read_image_set, "", "", "", val_fraction=0.1, test_fraction=0.1, seed=1)
+    return make_splits(read_files(""), val_fraction=0.1, test_fraction=0.1, seed=1)
 
 
 def settings(processes: int, accumulation_steps: int = 1, **options: Any) -> Settings:
