@@ -148,16 +148,24 @@ def read_images(s: Settings, progress: bool) -> "dict[str, ImageSet]":
     from mnist_ddp.data.hub import read_dataset
     from mnist_ddp.data.reading import read_files
 
-    common = {"label_column": s.label_column, "cache_dir": s.cache_dir, "progress": progress}
     if s.dataset:
-        return read_dataset(s.dataset, image_column=s.image_column, image_size=s.image_size, **common)
+        return read_dataset(
+            s.dataset,
+            image_column=s.image_column,
+            label_column=s.label_column,
+            image_size=s.image_size,
+            cache_dir=s.cache_dir,
+            progress=progress,
+        )
     return read_files(
         s.mnist_file_path,
         s.val_file_path,
         s.test_file_path,
+        label_column=s.label_column,
         label_names=s.label_names,
         transposed=s.transposed,
-        **common,
+        cache_dir=s.cache_dir,
+        progress=progress,
     )
 
 

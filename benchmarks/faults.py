@@ -189,7 +189,7 @@ def kill_trials(scratch: Path, digits: Path, trials: int, results: list[bool]) -
 
 
 def signal_trials(scratch: Path, digits: Path, launchers: list[str], results: list[bool]) -> None:
-    """A stop signal, to the launcher or to one rank, saves and ends all processes in 5 seconds; the next start goes on."""
+    """A stop signal, to the launcher or to one rank, saves and ends all processes in 5 s; the next start goes on."""
     for launcher in launchers:
         for target in ("launcher", "last rank"):
             for number in (signal.SIGTERM, signal.SIGINT):

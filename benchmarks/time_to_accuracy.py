@@ -3,9 +3,9 @@
     python -m benchmarks.time_to_accuracy mnist_train.csv.gz            # 5 seeds; the classic takes minutes for each
     python -m benchmarks.time_to_accuracy mnist_train.csv.gz --classic_seeds 1
 
-As in the field's time-to-accuracy benchmarks, both sides look at the test digits after each epoch and stop when they reach the
-target. The classic is the network and recipe of the best-known MNIST example: two 3x3 convolutions of 32 and 64 channels,
-dropout, 128 hidden units, Adadelta with lr 1.0 that is multiplied by 0.7 after each epoch, batches of 64.
+As in the field's time-to-accuracy benchmarks, both sides look at the test digits after each epoch and stop when they
+reach the target. The classic is the network and recipe of the best-known MNIST example: two 3x3 convolutions of 32 and
+64 channels, dropout, 128 hidden units, Adadelta with lr 1.0 that is multiplied by 0.7 after each epoch, batches of 64.
 """
 
 import argparse

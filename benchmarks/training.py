@@ -3,9 +3,9 @@
     python -m benchmarks.training            # a few minutes on two cores
     python -m benchmarks.training --quick    # a smoke test
 
-All contenders train the same network with the same optimizer on the same digits, in the same two processes, in turn, without
-augmentation. The bare loop runs in one of the two, with the threads of both. Prints images per second and the ratios of each
-round's pair, as medians over the rounds, and writes them to a JSON file.
+All contenders train the same network with the same optimizer on the same digits, in the same two processes, in turn,
+without augmentation. The bare loop runs in one of the two, with the threads of both. Prints images per second and the
+ratios of each round's pair, as medians over the rounds, and writes them to a JSON file.
 """
 
 import argparse
@@ -208,7 +208,7 @@ CONTENDERS: dict[str, Callable[[Digits], Iterator[None]]] = {
 
 
 def collective_seconds(rounds: int = 200) -> float:
-    """Median time of one gather of the size that a BatchNorm layer of 32 channels needs, in a process that only waits."""
+    """Median time of one gather as a BatchNorm layer of 32 channels needs it, in a process that only waits."""
     local = torch.zeros(65, dtype=torch.float64)
     parts = [torch.zeros_like(local) for _ in range(dist.get_world_size())]
     taken = []
@@ -270,8 +270,8 @@ def main() -> int:
     step_seconds = PROCESSES * BATCH_SIZE / statistics.median(rates["ours"])
     share = (2 * layers + 1) * figures["collective_seconds"] / step_seconds
     print(
-        f"one small collective takes {figures['collective_seconds'] * 1e3:.2f} ms when nothing else runs; the {2 * layers} of "
-        f"BatchNorm and DDP's own are {share:.1%} of our step of {step_seconds * 1e3:.1f} ms"
+        f"one small collective takes {figures['collective_seconds'] * 1e3:.2f} ms when nothing else runs; the {2 * layers} "
+        f"of BatchNorm and DDP's own are {share:.1%} of our step of {step_seconds * 1e3:.1f} ms"
     )
     figures["collective_share"] = share
     Path(args.json).write_text(json.dumps(figures, indent=2))

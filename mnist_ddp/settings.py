@@ -56,8 +56,9 @@ class Settings:
     test_file_path: str = ""
     """CSV for the final test. Empty: split off the main file."""
     dataset: str = ""
-    """In place of files: what the package datasets loads. An id on the Hub, such as ylecun/mnist, or a folder of Parquet
-    files, of class-named folders of images, or of save_to_disk. Its splits are used; missing ones are split off train."""
+    """In place of files: what the package datasets loads. An id on the Hub, such as ylecun/mnist, or a folder of
+    Parquet files, of class-named folders of images, or of save_to_disk. Its splits are used; missing ones are split off
+    train."""
     image_column: str = ""
     """Column of the images in --dataset. Empty: found."""
     image_size: int = 0

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-# Every process of a command inherits this variable. Process groups would not do: torchrun starts a new one for each worker.
+# Every process of a command inherits this variable. Process groups would not do: torchrun starts a new one for each
+# worker.
 _MARK = "MNIST_DDP_TEST_COMMAND"
 # How long helpers, such as multiprocessing's resource tracker, may outlive the command.
 _LINGER_SECONDS = 3.0
@@ -51,7 +52,8 @@ def run(command: str, folder: Path | None = None, *, timeout_seconds: float = 10
         command: split as a shell would; programs are those of the Python that runs the tests.
         folder: given to the command as --pt_path.
         timeout_seconds: after which all processes of the command are killed.
-        environment: beside PATH, HOME and the like, all that the command sees: what surrounds the tests cannot change them.
+        environment: beside PATH, HOME and the like, all that the command sees: what surrounds the tests cannot change
+        them.
 
     Raises:
         AssertionError: the command did not end in time, or a process of it was left behind. It has been killed.

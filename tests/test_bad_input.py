@@ -49,14 +49,17 @@ LATER = {
     "batch": Mistake("--batch_size 321", r"--batch_size 321: .*\b320 (images )?are for training.*--batch_size 320"),
     "run folder": Mistake("--pt_path {data}/small.csv/run", r"--pt_path .*/small\.csv/run .*written"),
     "gpu": Mistake("--gpu 99", "--gpu 99: .*GPU 99"),
-    "port": Mistake("--num_processes 2 --port {port} --master_addr 127.0.0.1", r"--port {port}\b.*in use|.*--port {port}\b.*taken"),
+    "port": Mistake(
+        "--num_processes 2 --port {port} --master_addr 127.0.0.1", r"--port {port}\b.*in use|.*--port {port}\b.*taken"
+    ),
 }
 WAYS = {
     "self-started": "python train_accel.py --num_processes 2",
     "torchrun": "torchrun --standalone --nproc_per_node 2 train_accel.py",
     "accelerate": "accelerate launch --multi_gpu --num_processes 2 train_accel.py",
 }
-# Of each kind one, on each way: met by all processes before they have joined, by all after it, by the main process alone.
+# Of each kind one, on each way: met by all processes before they have joined, by all after it, by the main process
+# alone.
 TOGETHER = [
     ("torchrun", "count"),
     ("torchrun", "run folder"),
@@ -92,7 +95,9 @@ def busy_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def start(data: Path, busy_port: int, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ended, list[Path]]]:
+def start(
+    data: Path, busy_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Ended, list[Path]]]:
     def start(command: str, mistake: Mistake) -> tuple[Ended, list[Path]]:
         """How the command ended, and what it wrote to its run folder."""
         folder = tmp_path_factory.mktemp("run")
@@ -107,7 +112,7 @@ def start(data: Path, busy_port: int, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def start_later(start: Callable[..., tuple[Ended, list[Path]]]) -> Iterator[Callable[[str], tuple[Ended, list[Path]]]]:
-    """The outcome of a mistake of `LATER` with plain python. Two run at a time: most of each is a single-threaded import."""
+    """The outcome of a mistake of `LATER` with plain python. Two run at a time: most of each is an import."""
     with ThreadPoolExecutor(2) as pool:
         futures: dict[str, Future[tuple[Ended, list[Path]]]] = {
             name: pool.submit(start, "python train_accel.py", mistake) for name, mistake in LATER.items()

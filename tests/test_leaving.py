@@ -151,10 +151,10 @@ def test_all_leave_in_the_epoch_in_which_any_one_rank_wants_to_stop(small_csv: P
 
 
 def test_a_process_left_behind_would_be_noticed() -> None:
-    with pytest.raises(AssertionError, match="left behind .*sleep 60"):
+    with pytest.raises(AssertionError, match=r"left behind .*sleep 60"):
         run("sh -c 'setsid sleep 60 & exit 0'")
 
 
 def test_a_command_that_does_not_end_is_killed() -> None:
-    with pytest.raises(AssertionError, match="did not end within 0.5 s"):
+    with pytest.raises(AssertionError, match=r"did not end within 0\.5 s"):
         run("sh -c 'setsid sleep 60 & sleep 60'", timeout_seconds=0.5)

@@ -26,14 +26,14 @@ class ImageSet:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.images.dtype == torch.uint8 and self.images.dim() == 3
-        assert self.labels.dtype == torch.int64 and self.labels.shape == self.images.shape[:1]
+        assert (self.images.dtype, self.images.dim()) == (torch.uint8, 3)
+        assert (self.labels.dtype, self.labels.shape) == (torch.int64, self.images.shape[:1])
 
     def __len__(self) -> int:
         return len(self.images)
 
     def fingerprint(self) -> str:
-        """Tells sets apart by content, wherever they were read from: all labels, and 1,000 images spread over the set."""
+        """Tells sets apart by content, wherever they were read from: all labels, and 1,000 images across the set."""
         some = torch.linspace(0, len(self) - 1, min(len(self), 1000)).long()
         digest = hashlib.sha256(repr((tuple(self.images.shape), self.class_names)).encode())
         digest.update(self.labels.numpy().tobytes())

@@ -21,9 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d or 3d whose statistics in training are those of the samples of all processes.
 
-    Processes may hold different numbers of samples, or none. In evaluation it is plain BatchNorm; with one process, or no
-    process group, it computes the same as plain BatchNorm with less rounding, see `own_statistics`. Parameters, buffers and state_dict are BatchNorm's. As with `nn.SyncBatchNorm`, the gradients of weight
-    and bias are those of the process's own samples, for DDP to average.
+    Processes may hold different numbers of samples, or none. In evaluation it is plain BatchNorm; with one process, or
+    no process group, it computes the same as plain BatchNorm with less rounding, see `own_statistics`. Parameters,
+    buffers and state_dict are BatchNorm's. As with `nn.SyncBatchNorm`, the gradients of weight and bias are those of
+    the process's own samples, for DDP to average.
 
     Attributes:
         process_group: the processes that share statistics; None means all. In training they call the layer together.
@@ -128,9 +129,9 @@ def _combine(means_PC: Tensor, vars_PC: Tensor, counts_P1: Tensor) -> tuple[Tens
 def _parts(input: Tensor) -> tuple[Tensor, ...]:
     """Splits (N, C, ...) along N into parts of some 8,192 values a channel.
 
-    The native kernels add channels_last values up one by one in fp32: over 240x196 of them the variance is off by 1.3e-5.
-    In parts whose results are added in float64 it is off by 2e-6, at no cost. Without this, runs with different numbers of
-    processes, whose sums have different lengths, would differ a hundred times more than rounding makes them.
+    The native kernels add channels_last values up one by one in fp32: over 240x196 of them the variance is off by
+    1.3e-5. In parts whose results are added in float64 it is off by 2e-6, at no cost. Without this, runs with different
+    numbers of processes, whose sums have different lengths, would differ a hundred times more than rounding makes them.
     """
     values_per_sample = max(1, input[0, 0].numel())
     return input.split(max(1, 8192 // values_per_sample))

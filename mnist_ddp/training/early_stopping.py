@@ -7,8 +7,8 @@ from typing import Any, Literal
 class EarlyStopping:
     """Counts epochs without improvement of one monitored value.
 
-    Accuracy on n validation samples comes in steps of 1 / n, so late in a training many epochs share the best one. Among
-    those, one with a lower loss is an improvement.
+    Accuracy on n validation samples comes in steps of 1 / n, so late in a training many epochs share the best one.
+    Among those, one with a lower loss is an improvement.
 
     Args:
         monitor: "accuracy", where more is better, or "loss", where less is.

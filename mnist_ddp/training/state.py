@@ -131,8 +131,8 @@ class TrainingState:
         for parameter, moment in self.optimizer.state.items():
             for name, tensor in moment.items():
                 if tensor.shape == parameter.shape:
-                    # Files hold tensors row by row, parameters are channels_last, and fused optimizers walk through both
-                    # in memory order.
+                    # Files hold tensors row by row, parameters are channels_last, and fused optimizers walk through
+                    # both in memory order.
                     moment[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         if accelerator.scaler and values["scaler"]:
             accelerator.scaler.load_state_dict(values["scaler"])

@@ -1,6 +1,6 @@
 """Checkpoints on their own: whole or refused, never the last good one removed.
 
-    python -m pytest tests/training/test_checkpoint.py
+python -m pytest tests/training/test_checkpoint.py
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from mnist_ddp.errors import UserError
 from mnist_ddp.training.checkpoint import SUMS, TENSORS, VALUES, Checkpoints, Snapshot
 
@@ -140,9 +141,13 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
         pytest.skip("no permission to mount a tmpfs")
     try:
         checkpoints = Checkpoints(disk / "checkpoints", keep=5)
-        with pytest.raises(UserError, match="No space left on device") as error:
+
+        def fill() -> None:
             for epoch in range(1, 100):
                 checkpoints.save(snapshot(epoch))
+
+        with pytest.raises(UserError, match="No space left on device") as error:
+            fill()
         assert "\n" not in str(error.value)
         found, notes = checkpoints.newest()
         assert found is not None
