@@ -9,9 +9,12 @@
 All of them work with GPUs and without. `--help` lists the settings; the README explains the run folder.
 """
 
+import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mnist_ddp.errors import exit_with_one_line
@@ -38,6 +41,7 @@ def train(settings: Settings) -> int:
     from mnist_ddp.training.early_stopping import EarlyStopping
     from mnist_ddp.training.evaluation import evaluate
     from mnist_ddp.training.loop import fit
+    from mnist_ddp.training.profiling import profile_steps
     from mnist_ddp.training.run_folder import RunFolder, describe_run
     from mnist_ddp.training.signals import StopSignals
     from mnist_ddp.training.state import start_training
@@ -49,6 +53,7 @@ def train(settings: Settings) -> int:
         timeout_seconds=s.timeout_seconds,
         log_with=s.log_with,
         project_dir=s.pt_path,
+        compile=s.compile,
     )
     with leaving(accelerator):
         is_main, processes = accelerator.is_main_process, accelerator.num_processes
@@ -98,29 +103,32 @@ def train(settings: Settings) -> int:
 
         signals = StopSignals(accelerator)
         watchdog.watch(s.timeout_seconds)
-        for epoch in fit(
-            accelerator,
-            state,
-            train_loader,
-            val_loader,
-            epochs=s.epochs,
-            num_classes=len(digits.class_names),
-            label_smoothing=s.label_smoothing,
-            max_grad_norm=s.max_grad_norm,
-            target_accuracy=s.target_accuracy,
-            signals=signals,
-            save=save,
-            save_every_steps=s.checkpoint_every_steps,
-            progress=is_main and sys.stderr.isatty(),
-        ):
-            if folder:
-                print(console.epoch_line(epoch), flush=True)
-                folder.append_metrics(epoch.metrics())
-                if epoch.improved:
-                    folder.save_model(state.average.module)
-            if not accelerator.trackers and s.log_with != "none":
-                accelerator.init_trackers(s.log_with, config=asdict(s))  # not earlier: it imports for a second
-            accelerator.log(epoch.metrics(), step=epoch.step)
+        profile = profile_steps(accelerator, Path(s.pt_path) / "profile") if s.profile else nullcontext(lambda: None)
+        with profile as after_step:
+            for epoch in fit(
+                accelerator,
+                state,
+                train_loader,
+                val_loader,
+                epochs=s.epochs,
+                num_classes=len(digits.class_names),
+                label_smoothing=s.label_smoothing,
+                max_grad_norm=s.max_grad_norm,
+                target_accuracy=s.target_accuracy,
+                signals=signals,
+                save=save,
+                save_every_steps=s.checkpoint_every_steps,
+                after_step=after_step,
+                progress=is_main and sys.stderr.isatty(),
+            ):
+                if folder:
+                    print(console.epoch_line(epoch), flush=True)
+                    folder.append_metrics(epoch.metrics())
+                    if epoch.improved:
+                        folder.save_model(state.average.module)
+                if not accelerator.trackers and s.log_with != "none":
+                    accelerator.init_trackers(s.log_with, config=asdict(s))  # not earlier: it imports for a second
+                accelerator.log(epoch.metrics(), step=epoch.step)
 
         if earlier and (earlier["status"], earlier["epochs"]) == (state.status, state.epoch):
             accelerator.print(console.finished_line(earlier, s.pt_path))
@@ -128,6 +136,8 @@ def train(settings: Settings) -> int:
         test = None
         if state.best_weights is not None and state.status != "preempted":
             state.average.module.load_state_dict(state.best_weights)
+            if folder:
+                folder.save_model(state.average.module)  # again: a kill may have come between checkpoint and model
             test = evaluate(accelerator, state.average.module, test_loader, len(digits.class_names))
         watchdog.rest()
         if folder:
@@ -170,6 +180,7 @@ def read_images(s: Settings, progress: bool) -> "dict[str, ImageSet]":
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training handles it, Ctrl-C ends without a traceback
     settings = parse_settings(sys.argv[1:])
     from mnist_ddp.distributed import launch
 

@@ -81,8 +81,8 @@ def end_line(result: dict[str, Any], folder: str) -> str:
             else ""
         )
         return (
-            f"diverged in epoch {result['epochs'] + 1}: the loss or a gradient is not finite; try a smaller --lr or "
-            f"--max_grad_norm 1{last}"
+            f"diverged in epoch {result['epochs'] + 1}, by step {result['steps']}: the loss or a gradient is not finite"
+            f"; start over with --resume never and a smaller --lr or --max_grad_norm 1{last}"
         )
     return (
         f"test accuracy {result['test_accuracy']:.2%} on {result['num_test']:,} images "

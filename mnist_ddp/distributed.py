@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+    broadcast_object_list,
+    gather_object,
+)
 
 from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
 from mnist_ddp.settings import Settings
@@ -202,6 +208,7 @@ def start_accelerator(
     timeout_seconds: float,
     log_with: str,
     project_dir: str,
+    compile: bool = False,
 ) -> Accelerator:
     """The Accelerator of this process, on a GPU where there is one and else on the CPU.
 
@@ -211,6 +218,7 @@ def start_accelerator(
     use_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if use_cpu:
         torch.set_num_threads(_threads_per_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        _keep_freed_memory()
     accelerator = Accelerator(
         # Without cpu=True the launchers' processes would not join on a machine without GPUs: N separate trainings.
         cpu=use_cpu,
@@ -218,6 +226,7 @@ def start_accelerator(
             mixed_precision, "cpu" if use_cpu else torch.accelerator.current_accelerator()
         ),
         gradient_accumulation_steps=gradient_accumulation_steps,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor") if compile else None,
         log_with=None if log_with == "none" else log_with,
         project_dir=project_dir,
         step_scheduler_with_optimizer=False,
@@ -225,7 +234,8 @@ def start_accelerator(
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds * _COLLECTIVE_SHARE)),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            # Synchronised BatchNorm keeps the buffers equal without a broadcast before every forward pass.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -235,6 +245,16 @@ def start_accelerator(
             "start it with: accelerate launch --multi_gpu --num_processes N train_accel.py"
         )
     return accelerator
+
+
+def _keep_freed_memory() -> None:
+    """Has the C library keep the memory of one step for the next.
+
+    By default it returns large blocks to the kernel, which maps and zeroes them anew in each step.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, 32 << 20)  # bytes; the most that glibc takes for the second
 
 
 def resolve_precision(requested: str, device: torch.device | str | None) -> str:

@@ -35,7 +35,7 @@ MAY_CHANGE = frozenset(
         *("epochs", "patience", "min_delta", "target_accuracy"),
         *("batch_size", "gradient_accumulation_steps", "num_processes", "gpu"),
         *("mnist_file_path", "val_file_path", "test_file_path", "dataset", "pt_path"),
-        *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with", "cache_dir"),
+        *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with", "cache_dir", "profile", "compile"),
         *("master_addr", "port", "timeout_seconds"),
     ]
 )
@@ -106,6 +106,8 @@ class Settings:
     """Gradients are scaled down to this L2 norm over all parameters. 0: no clipping."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Number format of the forward pass. auto: what the launcher asked for, else bf16 where the hardware has it."""
+    compile: bool = False
+    """Compile the model with TorchInductor, through Accelerate: takes some 30 seconds at the start."""
 
     # ---- when to stop
     monitor: Literal["accuracy", "loss"] = "accuracy"
@@ -128,6 +130,8 @@ class Settings:
     """Newest checkpoints to keep."""
     seed: int = 1206
     """Seed of split, initial weights, order and augmentation; the same on every number of processes."""
+    profile: bool = False
+    """Record a few training steps of each process, as a trace and a table in the run folder."""
     log_with: Literal["tensorboard", "none"] = "tensorboard"
     """Experiment tracker, through Accelerate."""
 

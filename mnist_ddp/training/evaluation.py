@@ -1,5 +1,6 @@
 """Exact evaluation over all processes: each sample counts once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,13 @@ class Evaluation:
 
 
 @torch.inference_mode()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any], num_classes: int) -> Evaluation:
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    loader: DataLoader[Any],
+    num_classes: int,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Loss, accuracy and confusion matrix of `model` over the whole dataset of `loader`.
 
     Args:
@@ -38,22 +45,33 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]
         model: not wrapped in DDP, whose forward is a collective: shards may differ in their number of batches.
         loader: prepared by the accelerator with even_batches=False, so that no sample is repeated.
         num_classes: classes of the model.
+        interrupted: is called after each batch, as often on all processes, and must answer alike on all.
+
+    Returns:
+        The same on all processes; None if it was interrupted.
     """
     model.eval()
     device = accelerator.device
     real = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     loss_sum = torch.zeros(1, dtype=real, device=device)
     confusion = torch.zeros(num_classes * num_classes, dtype=real, device=device)
-    for images, labels, _ in loader:
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    batches = iter(loader)
+    for _ in range(0, samples, loader.total_batch_size):  # type: ignore[attr-defined]
         watchdog.beat()
-        with accelerator.autocast():
-            logits = model(images).float() if accelerator.mixed_precision != "no" else model(images)
-        loss_sum += F.cross_entropy(logits, labels, reduction="none").to(real).sum()
-        cells = labels * num_classes + logits.argmax(dim=1)
-        confusion.index_add_(0, cells, torch.ones_like(cells, dtype=real))  # no bincount: it would wait for the device
+        batch = next(batches, None)  # the last round may have none for this process
+        if batch is not None:
+            with accelerator.autocast():
+                logits = model(batch.images)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            loss_sum += F.cross_entropy(logits, batch.labels, reduction="none").to(real).sum()
+            cells = batch.labels * num_classes + logits.argmax(dim=1)
+            confusion.index_add_(0, cells, torch.ones_like(cells, dtype=real))  # bincount would wait for the device
+        if interrupted():
+            return None
     # Sums are reduced, then divided: a mean of the processes' means would weigh uneven shards alike.
     sums = accelerator.reduce(torch.cat([loss_sum, confusion]), reduction="sum").cpu()
     counts = sums[1:].to(torch.int64).view(num_classes, num_classes)
     count = int(counts.sum())
-    assert count == len(loader.dataset), f"{count} samples counted of {len(loader.dataset)}"  # type: ignore[arg-type]
+    assert count == samples, f"{count} samples counted of {samples}"
     return Evaluation(loss=sums[0].item() / count, accuracy=int(counts.trace()) / count, count=count, confusion=counts)

@@ -37,6 +37,7 @@ class EpochResult:
         improved: whether it is the best so far.
         seconds: of training and evaluation.
         images_per_second: of training alone, over all processes.
+        data_wait_share: of the training time of this process, spent waiting for batches, 0 to 1.
     """
 
     epoch: int
@@ -47,6 +48,7 @@ class EpochResult:
     improved: bool
     seconds: float
     images_per_second: float
+    data_wait_share: float
 
     def metrics(self) -> dict[str, float]:
         """The numbers of metrics.jsonl and of the trackers."""
@@ -59,6 +61,7 @@ class EpochResult:
             "val_accuracy": self.val.accuracy,
             "seconds": round(self.seconds, 3),
             "images_per_second": round(self.images_per_second, 1),
+            "data_wait_share": round(self.data_wait_share, 4),
         }
 
 
@@ -116,6 +119,7 @@ def fit(
     signals: StopSignals,
     save: Callable[[], None] = lambda: None,
     save_every_steps: int = 0,
+    after_step: Callable[[], None] = lambda: None,
     progress: bool = False,
 ) -> Iterator[EpochResult]:
     """Trains until `state.status` is set, and yields one result per epoch.
@@ -134,6 +138,7 @@ def fit(
         signals: ask for a stop at the next step.
         save: writes a checkpoint of `state`; is called on all processes after each epoch, and when a signal stops it.
         save_every_steps: optimizer steps between further checkpoints; 0 for none.
+        after_step: is called after each optimizer step, for a profiler.
         progress: whether to draw a bar on stderr.
     """
     step_settings = {"label_smoothing": label_smoothing, "max_grad_norm": max_grad_norm}
@@ -151,7 +156,9 @@ def fit(
             return
 
         started, start_position = time.perf_counter(), state.samples_done
-        for _ in _steps(accelerator, state, train_loader, step_settings, progress):
+        batches = _WaitTimer(_rest_of_epoch(state, train_loader, progress))
+        for _ in _steps(accelerator, state, batches, step_settings):
+            after_step()
             if signals.step():
                 state.status = "preempted"
                 save()
@@ -163,7 +170,11 @@ def fit(
         if not math.isfinite(train_loss):
             state.status = "diverged"
             return
-        val = evaluate(accelerator, state.average.module, val_loader, num_classes)
+        val = evaluate(accelerator, state.average.module, val_loader, num_classes, interrupted=signals.step)
+        if val is None:
+            state.status = "preempted"
+            save()
+            return
         if not math.isfinite(val.loss):
             state.status = "diverged"
             return
@@ -182,6 +193,7 @@ def fit(
             improved=improved,
             seconds=time.perf_counter() - started,
             images_per_second=(state.samples_done - start_position) / train_seconds,
+            data_wait_share=batches.seconds / train_seconds,
         )
         state.history.append(result.metrics())
         state.samples_done, state.loss_sum = 0, torch.zeros_like(state.loss_sum)
@@ -189,21 +201,39 @@ def fit(
         yield result
 
 
-def _steps(
-    accelerator: Accelerator,
-    state: TrainingState,
-    loader: DataLoader[Batch],
-    step_settings: dict[str, float],
-    progress: bool,
-) -> Iterator[None]:
-    """The rest of the epoch under way. Yields after each optimizer step; ends early once training has diverged."""
-    state.model.train()
-    state.loss_sum = state.loss_sum.to(accelerator.device)
+def _rest_of_epoch(state: TrainingState, loader: DataLoader[Batch], progress: bool) -> Iterator[Batch]:
+    """This process's batches of the epoch under way that are not done yet."""
     loader.dataset.skip = state.samples_done  # type: ignore[attr-defined]
     loader.set_epoch(state.epoch)  # type: ignore[attr-defined]  # else a resumed loader starts with epoch 0 again
+    yield from tqdm(loader, desc=f"epoch {state.epoch + 1}", unit="step", leave=False, disable=not progress)
+
+
+class _WaitTimer:
+    """Passes batches on, and adds up the seconds for which it was waiting for them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches = batches
+        self.seconds = 0.0
+
+    def __iter__(self) -> "_WaitTimer":
+        return self
+
+    def __next__(self) -> Batch:
+        asked = time.perf_counter()
+        try:
+            return next(self.batches)
+        finally:
+            self.seconds += time.perf_counter() - asked
+
+
+def _steps(
+    accelerator: Accelerator, state: TrainingState, batches: Iterator[Batch], step_settings: dict[str, float]
+) -> Iterator[None]:
+    """Trains on `batches`. Yields after each optimizer step; ends early once training has diverged."""
+    state.model.train()
+    state.loss_sum = state.loss_sum.to(accelerator.device)
     scaled = accelerator.scaler is not None  # then an infinite gradient is a skipped step, not divergence
-    bar = tqdm(loader, desc=f"epoch {state.epoch + 1}", unit="step", leave=False, disable=not progress)
-    for batch in bar:
+    for batch in batches:
         watchdog.beat()
         step = train_step(accelerator, state, batch, **step_settings)
         state.loss_sum += step.loss * len(batch.labels)

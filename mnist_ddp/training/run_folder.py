@@ -21,7 +21,7 @@ from mnist_ddp.training.state import TrainingState
 
 SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS = "settings.yaml", "metrics.jsonl", "result.json", "cnn", "checkpoints"
 # All that a run writes: what `--resume never` removes, so that other files in the folder survive it.
-_OURS = (SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS, "tensorboard", "report.html")
+_OURS = (SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS, "tensorboard", "profile", "report.html")
 
 
 def describe_run(settings: Settings, splits: Splits, processes: int) -> dict[str, Any]:
@@ -114,7 +114,19 @@ class RunFolder:
         """Writes settings.yaml, and brings metrics.jsonl to where `state` stands.
 
         The metrics of a resumed run may be a line ahead of its checkpoint, or behind.
+
+        Raises:
+            UserError: there is no room for the checkpoints and the model.
         """
+        # Of each parameter a checkpoint holds up to five copies: itself, average, best and two moments. One more
+        # checkpoint than are kept exists while it is written, and two copies of the model.
+        copies = 5 * (self.checkpoints.keep + 1) + 2
+        needed = copies * sum(tensor.nbytes for tensor in state.module.state_dict().values()) + (1 << 20)
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise UserError(
+                f"--pt_path {self.path}: {free / 1e6:,.1f} MB are free there, and the run needs {needed / 1e6:,.1f} MB"
+            )
         write_whole(self.path / SETTINGS, dump_settings(settings).encode())
         lines = "".join(json.dumps(line) + "\n" for line in state.history)
         write_whole(self.path / METRICS, lines.encode())

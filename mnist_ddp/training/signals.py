@@ -19,8 +19,8 @@ class StopSignals:
 
     SIGTERM, SIGINT and SIGUSR1 only set a flag until all processes have agreed. A second SIGINT ends a process at once.
 
-    No step pays for the agreement: it takes place every few steps. Their number follows from the steps' duration and is
-    part of what is agreed on, so that all processes reduce at the same step.
+    Few steps pay for the agreement: it takes place about twice a second. The number of steps between follows from their
+    duration and is part of what is agreed on, so that all processes reduce at the same step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -44,14 +44,19 @@ class StopSignals:
         self._received.add(number)
 
     def step(self) -> bool:
-        """Counts one optimizer step; True, on all processes alike, once they have agreed to stop."""
+        """Counts one step of training or evaluation; True, on all processes alike, once they have agreed to stop."""
         self._steps_left -= 1
         if self._steps_left == 0:
-            self.agree()
+            self._reduce()
         return self.agreed is not None
 
     def agree(self) -> bool:
-        """Reduces the flags of all processes; True if any was set. All processes must call it together."""
+        """True if any process has had a signal. All call it together, between phases whose steps differ in time."""
+        self._reduce()
+        self._steps_between = self._steps_left = 1  # steps of the phase that ended say nothing about the next
+        return self.agreed is not None
+
+    def _reduce(self) -> None:
         now = time.monotonic()
         flags = [float(number in self._received) for number in _SIGNALS]
         mine = torch.tensor([*flags, now - self._last_time], dtype=torch.float32, device=self.accelerator.device)
@@ -63,4 +68,3 @@ class StopSignals:
         self._steps_left = self._steps_between
         self._last_time = now
         self.agreed = next((number for number, count in zip(_SIGNALS, raised, strict=True) if count > 0), None)
-        return self.agreed is not None

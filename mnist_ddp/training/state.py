@@ -22,7 +22,8 @@ class TrainingState:
     """Everything that a step changes.
 
     Attributes:
-        model: prepared by Accelerate.
+        module: the model itself.
+        model: the same, prepared by Accelerate: what a step calls.
         average: running average of the model's weights and buffers, which is what is evaluated and saved.
         optimizer: prepared by Accelerate.
         stopper: early stopping.
@@ -39,6 +40,7 @@ class TrainingState:
         status: why training ended; None while it goes on.
     """
 
+    module: nn.Module
     model: nn.Module
     average: WeightAverage
     optimizer: torch.optim.Optimizer
@@ -70,6 +72,7 @@ class TrainingState:
         return {
             "status": self.status,
             "epochs": self.epoch,
+            "steps": self.step,
             "best_epoch": self.best_epoch,
             "best_val_accuracy": self.best_val_accuracy,
             "test_loss": test.loss if test else None,
@@ -85,7 +88,7 @@ class TrainingState:
             run: what identifies the run, JSON values.
         """
         tensors: dict[str, Tensor] = {}
-        for name, tensor in accelerator.unwrap_model(self.model).state_dict().items():
+        for name, tensor in self.module.state_dict().items():
             tensors[f"model.{name}"] = tensor
         for name, tensor in self.average.module.state_dict().items():
             tensors[f"average.{name}"] = tensor
@@ -120,7 +123,7 @@ class TrainingState:
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
-        accelerator.unwrap_model(self.model).load_state_dict(part("model."))
+        self.module.load_state_dict(part("model."))
         self.average.module.load_state_dict(part("average."))
         self.best_weights = part("best.") or None
         moments: dict[int, dict[str, Tensor]] = {}
@@ -184,10 +187,8 @@ def start_training(
         fused=accelerator.scaler is None,
     )
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
-    # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
-    prepared_model.broadcast_buffers = False
-    average = WeightAverage(averaged, accelerator.unwrap_model(prepared_model), ema_decay)
-    return TrainingState(prepared_model, average, prepared_optimizer, stopper, lr, warmup_steps)
+    average = WeightAverage(averaged, model, ema_decay)
+    return TrainingState(model, prepared_model, average, prepared_optimizer, stopper, lr, warmup_steps)
 
 
 def build_optimizer(

@@ -1,0 +1,45 @@
+"""Where the time of a step goes: a trace to look at, and a table to read."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProfileKwargs
+
+# The first steps are not like the others: kernels are chosen, memory is allocated, DDP builds its buckets anew.
+_WAIT, _WARMUP, _ACTIVE = 3, 2, 8
+_ROWS = 25
+
+
+@contextlib.contextmanager
+def profile_steps(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[], None]]:
+    """Records a few training steps of each process, early in the block.
+
+    Writes trace-RANK.json, for Perfetto or chrome://tracing, and steps-RANK.txt, the operators that took most time of
+    the CPU or, where there is one, of the GPU.
+
+    Args:
+        accelerator: of this run.
+        folder: is created.
+
+    Yields:
+        What to call after each step.
+    """
+    rank, on_gpu = accelerator.process_index, accelerator.device.type == "cuda"
+
+    def write(profiler: torch.profiler.profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"trace-{rank}.json"))
+        key = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=60)
+        (folder / f"steps-{rank}.txt").write_text(f"{_ACTIVE} training steps of process {rank}\n{table}\n")
+
+    options = ProfileKwargs(
+        activities=["cpu", "cuda"] if on_gpu else ["cpu"],
+        schedule_option={"wait": _WAIT, "warmup": _WARMUP, "active": _ACTIVE, "repeat": 1},
+        on_trace_ready=write,
+    )
+    with accelerator.profile(options) as profiler:
+        yield profiler.step
