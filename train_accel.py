@@ -85,6 +85,7 @@ def train(settings: Settings) -> int:
             optimizer=s.optimizer,
             lr=s.lr,
             warmup_steps=s.warmup_steps,
+            decay_steps=s.epochs * len(train_loader) // s.gradient_accumulation_steps if s.schedule == "linear" else 0,
             momentum=s.momentum,
             weight_decay=s.weight_decay,
             ema_decay=s.ema_decay,

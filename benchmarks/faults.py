@@ -26,13 +26,13 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAIN = "train_accel.py --epochs 6 --batch_size 40 --width 4 --patience 6 --log_with none --checkpoint_every_steps 3"
 LAUNCHERS = {
-    "python": f"python {TRAIN}",
-    "self-started": f"python {TRAIN} --num_processes 2",
-    "torchrun": f"torchrun --standalone --nproc_per_node 2 {TRAIN}",
-    "accelerate launch": f"accelerate launch --multi_gpu --num_processes 2 {TRAIN}",
+    "python": "python",
+    "self-started": "python",
+    "torchrun": "torchrun --standalone --nproc_per_node 2",
+    "accelerate launch": "accelerate launch --multi_gpu --num_processes 2",
 }
+FLAGS = "--epochs 6 --batch_size 40 --width 4 --patience 6 --log_with none --cache_dir= --checkpoint_every_steps 3"
 _TIMEOUT_SECONDS = 120.0
 
 
@@ -51,21 +51,36 @@ class Run:
         digits: the CSV to train on.
         folder: the run folder.
         flags: further ones.
+        launcher_flags: further ones of the launcher.
+        script: in place of train_accel.py.
     """
 
-    def __init__(self, launcher: str, digits: Path, folder: Path, *flags: str) -> None:
-        words = shlex.split(LAUNCHERS[launcher])
-        self.mark = f"MNIST_DDP_FAULTS={uuid.uuid4().hex}"
+    def __init__(
+        self,
+        launcher: str,
+        digits: Path,
+        folder: Path,
+        *flags: str,
+        launcher_flags: tuple[str, ...] = (),
+        script: Path = ROOT / "train_accel.py",
+    ) -> None:
+        self.script = script.name
+        words = [*shlex.split(LAUNCHERS[launcher]), *launcher_flags, str(script), *shlex.split(FLAGS)]
+        words += ["--num_processes", "2"] if launcher == "self-started" else []
+        identity = uuid.uuid4().hex
+        self.mark = f"MNIST_DDP_FAULTS={identity}"
         name, value = self.mark.split("=")
-        self.output = folder.with_suffix(".log")
-        with open(self.output, "a") as log:
-            log.write(f"--- {launcher}\n")
-            self.start = log.tell()
+        self.output = folder.with_name(f"{folder.name}-{identity}.log")
+        surroundings = {
+            name: value,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+        }
+        with open(self.output, "w") as log:
             self.process = subprocess.Popen(
-                [*words, "--mnist_file_path", str(digits), "--pt_path", str(folder), "--cache_dir=", *flags],
+                [*words, "--mnist_file_path", str(digits), "--pt_path", str(folder), *flags],
                 cwd=ROOT,
-                env=os.environ
-                | {name: value, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
+                env=os.environ | surroundings,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -73,8 +88,8 @@ class Run:
             )
 
     def said(self) -> str:
-        """What this start has printed."""
-        return self.output.read_bytes()[self.start :].decode(errors="replace")
+        """What it has printed."""
+        return self.output.read_text(errors="replace")
 
     def wait_for(self, words: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> bool:
         """Waits until the run has printed `words`; False if it ended before."""
@@ -89,7 +104,7 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes, in the order in which they were started."""
-        trains = [p for p in self.session() if {"train_accel.py", "spawn_main"} & set(_words(p))]
+        trains = [p for p in self.session() if any(word.endswith((self.script, "spawn_main")) for word in _words(p))]
         parents = {p.ppid() for p in trains}
         return [p for p in trains if p.pid not in parents]
 
@@ -188,30 +203,51 @@ def kill_trials(scratch: Path, digits: Path, trials: int, results: list[bool]) -
                 assert got == expected, "weights, metrics or result differ from the run that was left alone"
 
 
+def check_signal(launcher: str, target: str, number: signal.Signals, moment: str, digits: Path, folder: Path) -> None:
+    """A stop signal saves and ends all processes in 5 s, and the next start goes on.
+
+    Args:
+        launcher: a key of LAUNCHERS.
+        target: "launcher" or "last rank".
+        number: SIGTERM or SIGINT.
+        moment: what the run has printed when the signal is sent.
+        digits: the CSV to train on.
+        folder: the run folder.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    run = Run(launcher, digits, folder, "--epochs", "1000", "--patience", "1000")
+    try:
+        assert run.wait_for(moment), run.said()
+        (run.process if target == "launcher" else run.ranks()[-1]).send_signal(number)
+        started = time.monotonic()
+        while run.session():
+            assert time.monotonic() - started < 5, f"still there after 5 s: {run.session()}\n{run.said()}"
+            time.sleep(0.05)
+    finally:
+        status = run.end()
+    own = launcher in ("python", "self-started")  # other launchers turn every failure into 1
+    assert status == (128 + number if own else status or 1), f"exit status {status}\n{run.said()}"
+    assert "Traceback" not in run.said() or not own, run.said()
+    assert json.loads((folder / "result.json").read_text())["status"] == "preempted"
+    epochs = len((folder / "metrics.jsonl").read_text().splitlines())
+    again = Run(launcher, digits, folder, "--epochs", str(epochs + 1), "--patience", "1000")
+    assert again.end() == 0, again.said()
+    assert "resumed after" in again.said(), again.said()
+    done = [json.loads(line)["epoch"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert done == list(range(1, epochs + 2))
+
+
 def signal_trials(scratch: Path, digits: Path, launchers: list[str], results: list[bool]) -> None:
-    """A stop signal, to the launcher or to one rank, saves and ends all processes in 5 s; the next start goes on."""
+    """SIGTERM and SIGINT, to the launcher and to one rank, at the start and in the middle."""
     for launcher in launchers:
         for target in ("launcher", "last rank"):
             for number in (signal.SIGTERM, signal.SIGINT):
-                name = f"{launcher}, {number.name} to {target}"
-                with _trial(name, results):
-                    folder = scratch / name.replace(" ", "-").replace(",", "")
-                    run = Run(launcher, digits, folder, "--epochs", "1000", "--patience", "1000")
-                    assert run.wait_for("epoch   2"), run.said()
-                    (run.process if target == "launcher" else run.ranks()[-1]).send_signal(number)
-                    started = time.monotonic()
-                    while run.session():
-                        assert time.monotonic() - started < 5, f"still there after 5 s: {run.session()}"
-                        time.sleep(0.05)
-                    status = run.end()
-                    own = launcher in ("python", "self-started")
-                    assert status == (128 + number if own else status or 1), f"exit status {status}"
-                    assert json.loads((folder / "result.json").read_text())["status"] == "preempted"
-                    epochs = len((folder / "metrics.jsonl").read_text().splitlines())
-                    again = Run(launcher, digits, folder, "--epochs", str(epochs + 1), "--patience", "1000")
-                    assert again.end() == 0, again.said()
-                    assert "resumed after" in again.said()
-                    assert len((folder / "metrics.jsonl").read_text().splitlines()) == epochs + 1
+                for moment in ("parameters", "epoch   2"):
+                    name = f"{launcher}, {number.name} to {target} after {' '.join(moment.split())!r}"
+                    with _trial(name, results):
+                        check_signal(launcher, target, number, moment, digits, scratch / f"signal-{len(results)}")
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from tqdm import tqdm
 
 from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
 from mnist_ddp.settings import Settings
@@ -143,6 +145,8 @@ def _run_self_started(rank: int, train: Callable[[Settings], int], settings: Set
 
 def _run(train: Callable[[Settings], int], settings: Settings) -> int:
     """`train(settings)`, with each failure told once by the process at fault."""
+    # By default a semaphore that processes share, which one that is ended leaks, with a warning. Only one draws a bar.
+    tqdm.set_lock(threading.RLock())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(os.getppid())
     try:

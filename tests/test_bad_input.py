@@ -31,7 +31,7 @@ IN_SETTINGS = {
     "fractions": Mistake("--val_fraction 0.5 --test_fraction 0.5", "--val_fraction and --test_fraction .* less than 1"),
     "port number": Mistake("--port 70000", "--port must be .* 65535, got 70000"),
     "type": Mistake("--batch_size many", ".*--batch_size.*'?many"),
-    "choice": Mistake("--optimizer adma", ".*--optimizer.*adma"),
+    "choice": Mistake("--optimizer adma", ".*adma.*--optimizer.*sgd"),
     "flag": Mistake("--batchsize 8", ".*--batchsize.* --batch_size"),
     "config": Mistake("--config {data}/absent.yaml", "--config .*/absent.yaml: No such file"),
     "key": Mistake("--config {data}/key.yaml", "--config .*/key.yaml: .*epoch.* epochs"),
@@ -105,7 +105,7 @@ def start(
         # The mistake's flags come last, and so count.
         given = f"--mnist_file_path {data}/small.csv --pt_path {folder} --epochs 1 --batch_size 20 --width 4 {flags}"
         ended = run(f"{command} {given}", timeout_seconds=90)
-        return ended, [path for path in folder.rglob("*") if path.is_file()]
+        return ended, [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
 
     return start
 

@@ -128,13 +128,24 @@ def test_the_launchers_single_thread_is_overridden(monkeypatch: pytest.MonkeyPat
     assert distributed._threads_per_process(2) == 3
 
 
-@pytest.mark.parametrize(("flags", "words"), [("--num_processes 3", "--num_processes 3"), ("", "2 processes")])
-def test_a_world_size_that_does_not_match_is_refused(flags: str, words: str, small_csv: Path, tmp_path: Path) -> None:
-    """A WORLD_SIZE that some job scheduler left in the environment."""
+@pytest.mark.parametrize(
+    ("command", "environment", "words"),
+    [
+        ("python", {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 in the environment, but RANK and MASTER_ADDR and MASTER_PORT"),
+        ("python", {"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many' in the environment"),
+        ("torchrun --standalone --nproc_per_node 2", {}, "--num_processes 3: the launcher started 2; "),
+    ],
+)
+def test_a_world_size_that_does_not_match_is_refused(
+    command: str, environment: dict[str, str], words: str, small_csv: Path, tmp_path: Path
+) -> None:
+    """What a job scheduler left in the environment, or a flag that contradicts the launcher."""
     folder = tmp_path / "run"
-    ended = run(f"python train_accel.py --mnist_file_path {small_csv} {flags}", folder, WORLD_SIZE="2")
-    assert ended.status == 2, ended
-    assert re.fullmatch(rf"error: .*{words}.*\n", ended.stderr), ended
+    flags = f"--mnist_file_path {small_csv} --num_processes 3"
+    ended = run(f"{command} train_accel.py {flags}", folder, **environment)
+    assert ended.status == (2 if command == "python" else 1), ended
+    assert re.findall(r"^error: .*$", ended.stderr, re.M)[0].startswith(f"error: {words}"), ended
+    assert len(re.findall(r"^error: ", ended.stderr, re.M)) == 1
     assert not folder.exists()
 
 

@@ -54,10 +54,14 @@ OTHER: dict[str, Any] = {
     "optimizer": "sgd",
     "mixed_precision": "bf16",
     "monitor": "loss",
+    "schedule": "linear",
     "resume": "never",
     "log_with": "none",
     "gpu": "0,1",
 }
+
+OF_FILES = ("mnist_file_path", "val_file_path", "test_file_path", "label_names", "transposed")
+OF_DATASETS = ("image_column", "image_size")
 
 
 def error_of(*args: str) -> str:
@@ -84,17 +88,26 @@ def test_the_promised_flags_have_their_defaults() -> None:
 def test_every_field_can_be_set_by_flag_and_by_file(name: str, tmp_path: Path) -> None:
     value = OTHER[name]
     assert value != getattr(Settings(), name)
-    expected = dataclasses.replace(Settings(), **{name: value})
+    needed = {"dataset": "digits"} if name in OF_DATASETS else {}
+    expected = Settings(**needed | {name: value})
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    assert parse_settings([f"--{name}", text]) == expected
-    assert parse_settings([f"--{name}={text}"]) == expected
-    config = write(tmp_path / "settings.yaml", f"{name}: {text}\n")
+    flags = [f"--{name}={value}" for name, value in needed.items()]
+    assert parse_settings([*flags, f"--{name}", text]) == expected
+    assert parse_settings([*flags, f"--{name}={text}"]) == expected
+    config = write(tmp_path / "settings.yaml", "".join(f"{n}: {v}\n" for n, v in {**needed, name: text}.items()))
     assert parse_settings(["--config", config]) == expected
     assert load_settings(config) == expected
 
 
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
-    for settings in (Settings(), Settings(**OTHER), Settings(lr=1e-4, mnist_file_path="1.0", pt_path="no")):
+    of_files = {name: value for name, value in OTHER.items() if name not in ("dataset", *OF_DATASETS)}
+    of_dataset = {name: value for name, value in OTHER.items() if name not in OF_FILES}
+    for settings in (
+        Settings(),
+        Settings(**of_files),
+        Settings(**of_dataset),
+        Settings(lr=1e-4, mnist_file_path="1.0", pt_path="no"),
+    ):
         config = write(tmp_path / "settings.yaml", dump_settings(settings))
         assert load_settings(config) == settings
 
@@ -194,6 +207,11 @@ def test_limits_that_are_allowed() -> None:
         (["--gpu", "0,"], "--gpu must be comma-separated numbers such as 0,1, got '0,'"),
         (["--pt_path", ""], "--pt_path must name a folder"),
         (["--config"], "--config needs a file name"),
+        (
+            ["--dataset", "d", "--val_file_path", "v.csv"],
+            "--val_file_path is for CSV files and --dataset for others; give one of them",
+        ),
+        (["--image_size", "28"], "--image_size needs --dataset"),
     ],
 )
 def test_other_slips_are_refused(args: list[str], message: str) -> None:

@@ -29,6 +29,7 @@ class TrainingState:
         stopper: early stopping.
         peak_lr: learning rate after the warm-up.
         warmup_steps: over which it rises linearly to there.
+        decay_steps: by which it has fallen linearly to 0, counted from the start; 0 for never.
         epoch: epochs that are complete.
         step: optimizer steps taken, skipped ones not counted.
         best_weights: state_dict of the average at the best epoch.
@@ -47,6 +48,7 @@ class TrainingState:
     stopper: EarlyStopping
     peak_lr: float
     warmup_steps: int
+    decay_steps: int
     epoch: int = 0
     step: int = 0
     best_weights: dict[str, Tensor] | None = None
@@ -60,6 +62,9 @@ class TrainingState:
     def set_learning_rate(self) -> None:
         """Sets the rate of the step to come: a function of the steps taken, so a skipped step does not move it."""
         rate = self.peak_lr * min(1.0, (self.step + 1) / (self.warmup_steps + 1))
+        if self.decay_steps:
+            left = (self.decay_steps - self.step) / max(1, self.decay_steps - self.warmup_steps)
+            rate = min(rate, self.peak_lr * max(0.0, left))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -159,6 +164,7 @@ def start_training(
     optimizer: Literal["sgd", "adamw"],
     lr: float,
     warmup_steps: int,
+    decay_steps: int,
     momentum: float,
     weight_decay: float,
     ema_decay: float,
@@ -171,6 +177,7 @@ def start_training(
         stopper: early stopping.
         optimizer, lr, momentum, weight_decay: see `build_optimizer`.
         warmup_steps: over which the learning rate rises linearly to `lr`.
+        decay_steps: by which it has fallen linearly to 0, counted from the start; 0 for a constant rate.
         ema_decay: share of the average that is kept at each step, 0 to 1; 0 makes the average the model itself.
     """
     # The order matters: DDP wraps what it finds, and prepare may move tensors and wrap forward.
@@ -188,7 +195,7 @@ def start_training(
     )
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
     average = WeightAverage(averaged, model, ema_decay)
-    return TrainingState(model, prepared_model, average, prepared_optimizer, stopper, lr, warmup_steps)
+    return TrainingState(model, prepared_model, average, prepared_optimizer, stopper, lr, warmup_steps, decay_steps)
 
 
 def build_optimizer(

@@ -72,7 +72,7 @@ def test_every_parameter_is_trained_once(name: str) -> None:
     assert sorted(trained) == sorted(map(id, model.parameters()))
 
 
-def start(accelerator: Accelerator, ema_decay: float, warmup_steps: int = 0) -> TrainingState:
+def start(accelerator: Accelerator, ema_decay: float, warmup_steps: int = 0, decay_steps: int = 0) -> TrainingState:
     return start_training(
         accelerator,
         model_of_all_kinds(),
@@ -80,6 +80,7 @@ def start(accelerator: Accelerator, ema_decay: float, warmup_steps: int = 0) -> 
         optimizer="sgd",
         lr=LR,
         warmup_steps=warmup_steps,
+        decay_steps=decay_steps,
         momentum=0.0,
         weight_decay=0.0,
         ema_decay=ema_decay,
@@ -112,11 +113,16 @@ def test_the_average_follows_its_formula(accelerator: Accelerator, ema_decay: fl
             torch.testing.assert_close(average[name], expected[name], rtol=0, atol=1e-12, msg=name)
 
 
-def test_the_learning_rate_rises_to_its_peak(accelerator: Accelerator) -> None:
-    state = start(accelerator, ema_decay=0.0, warmup_steps=3)
+@pytest.mark.parametrize(
+    ("decay_steps", "shares"), [(0, (0.25, 0.5, 0.75, 1, 1, 1, 1, 1)), (7, (0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0))]
+)
+def test_the_learning_rate_rises_to_its_peak_and_falls(
+    accelerator: Accelerator, decay_steps: int, shares: tuple[float, ...]
+) -> None:
+    state = start(accelerator, ema_decay=0.0, warmup_steps=3, decay_steps=decay_steps)
     rates = []
-    for step in range(6):
+    for step in range(8):
         state.step = step
         state.set_learning_rate()
         rates.append([group["lr"] for group in state.optimizer.param_groups])
-    assert rates == [pytest.approx([LR * share] * 2) for share in (0.25, 0.5, 0.75, 1, 1, 1)]
+    assert rates == [pytest.approx([LR * share] * 2) for share in shares]

@@ -1,0 +1,220 @@
+"""Stopped by a signal, a kill or a stuck process, a run leaves nothing behind, and goes on at the next start.
+
+python -m pytest tests/test_stopping.py
+"""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import Run, check_signal, killed_run, outcome, write_digits
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits.csv", 1000)
+
+
+@pytest.fixture(scope="module")
+def untouched(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two processes that was left alone."""
+    folder = tmp_path_factory.mktemp("untouched") / "run"
+    run = Run("torchrun", digits, folder)
+    assert run.end() == 0, run.said()
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "target", "number"),
+    [
+        ("python", "launcher", signal.SIGINT),
+        ("self-started", "last rank", signal.SIGTERM),
+        ("self-started", "launcher", signal.SIGINT),
+        ("torchrun", "launcher", signal.SIGTERM),
+        ("accelerate launch", "last rank", signal.SIGTERM),
+    ],
+)
+def test_a_signal_to_any_process_saves_and_stops_all(
+    launcher: str, target: str, number: signal.Signals, digits: Path, folder: Path
+) -> None:
+    check_signal(launcher, target, number, "epoch   2", digits, folder)
+
+
+def test_a_killed_run_ends_bit_for_bit_like_the_untouched_one(untouched: Path, digits: Path, folder: Path) -> None:
+    assert killed_run("torchrun", digits, folder, random.Random(1), kills=2, seconds=4) == outcome(untouched)
+
+
+def test_torchrun_restarts_a_killed_worker_from_the_checkpoint(untouched: Path, digits: Path, folder: Path) -> None:
+    run = Run("torchrun", digits, folder, launcher_flags=("--max_restarts", "3"))
+    assert run.wait_for("epoch   2"), run.said()
+    run.ranks()[1].kill()
+    assert run.end() == 0, run.said()
+    assert len(re.findall(r"^resumed after \d epochs", run.said(), re.M)) == 1, run.said()
+    assert outcome(folder) == outcome(untouched)
+
+
+def test_a_killed_launcher_leaves_no_process_behind(digits: Path, folder: Path) -> None:
+    for launcher in ("torchrun", "self-started"):
+        run = Run(launcher, digits, folder, "--epochs", "1000", "--resume", "never")
+        try:
+            assert run.wait_for("epoch   1"), run.said()
+            run.process.kill()
+            run.process.wait(10)
+            deadline = time.monotonic() + 10
+            while run.session():
+                assert time.monotonic() < deadline, f"{launcher}: left {run.session()}"
+                time.sleep(0.1)
+        finally:
+            run.end()
+
+
+def test_a_second_interrupt_ends_at_once(digits: Path, folder: Path) -> None:
+    run = Run("python", digits, folder, "--epochs", "1000")
+    try:
+        assert run.wait_for("epoch   1"), run.said()
+        process = run.ranks()[0]
+        process.suspend()  # it cannot act on the first one between the two
+        process.send_signal(signal.SIGINT)
+        process.resume()
+        time.sleep(1.2)
+        process.send_signal(signal.SIGINT)
+    finally:
+        status = run.end(10)
+    assert status == 130, run.said()
+
+
+@pytest.mark.parametrize("launcher", ["self-started", "torchrun"])
+def test_a_stuck_process_is_named_and_ends_the_run_in_time(launcher: str, digits: Path, folder: Path) -> None:
+    run = Run(launcher, digits, folder, "--epochs", "1000", "--timeout_seconds", "8")
+    try:
+        assert run.wait_for("epoch   1"), run.said()
+        run.ranks()[1].suspend()
+        started = time.monotonic()
+        status = run.process.wait(40)
+        assert time.monotonic() - started < 25
+    finally:
+        run.end()
+    assert status != 0
+    assert "error: rank 1 is stuck" in run.said(), run.said()
+
+
+def test_a_process_that_hangs_shows_where_it_stands(digits: Path, folder: Path, tmp_path: Path) -> None:
+    """In a sleep on the last rank, which no signal interrupts."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "import train_accel\n"
+        "from mnist_ddp.training import loop\n"
+        "evaluate = loop.evaluate\n"
+        "def hang_here(*args, **kwargs):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        time.sleep(60)\n"
+        "    return evaluate(*args, **kwargs)\n"
+        "loop.evaluate = hang_here\n"
+        "sys.exit(train_accel.main())\n"
+    )
+    run = Run("torchrun", digits, folder, "--timeout_seconds", "6", script=script)
+    try:
+        status = run.process.wait(60)
+    finally:
+        run.end()
+    assert status != 0
+    assert "error: rank 1 is stuck" in run.said(), run.said()
+    assert "in hang_here" in run.said(), run.said()
+
+
+def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
+    """Each step of one process takes longer than any other's, but all together far longer than the timeout."""
+    run = Run("self-started", digits, folder, "--epochs", "2", "--timeout_seconds", "4")
+    try:
+        assert run.wait_for("parameters"), run.said()
+        slow = run.ranks()[1]
+        started = time.monotonic()
+        while run.process.poll() is None and time.monotonic() - started < 8:
+            slow.suspend()
+            time.sleep(0.3)
+            slow.resume()
+            time.sleep(0.1)
+        assert run.process.wait(60) == 0, run.said()
+    finally:
+        run.end()
+
+
+@pytest.fixture
+def under_way(digits: Path, folder: Path) -> Iterator[Run]:
+    run = Run("python", digits, folder, "--epochs", "1000")
+    try:
+        assert run.wait_for("epoch   1"), run.said()
+        yield run
+    finally:
+        run.kill_all()
+
+
+def test_two_runs_in_one_folder_are_refused(under_way: Run, digits: Path, folder: Path) -> None:
+    second = Run("python", digits, folder)
+    assert second.end() == 2
+    assert re.fullmatch(r"error: --pt_path .*: another run is using this folder; .*\n", second.said())
+    under_way.kill_all()
+    third = Run("python", digits, folder)  # the lock has died with its process
+    assert third.end() == 0, third.said()
+
+
+def test_a_folder_removed_during_the_run_is_told(under_way: Run, folder: Path) -> None:
+    subprocess.run(["rm", "-rf", str(folder / "checkpoints")], check=True, timeout=20)
+    under_way.wait_for("epoch   5")
+    subprocess.run(["rm", "-rf", str(folder)], check=True, timeout=20)
+    assert under_way.process.wait(30) == 2, under_way.said()
+    assert re.search(r"^error: .*", under_way.said(), re.M), under_way.said()
+    assert "Traceback" not in under_way.said(), under_way.said()
+
+
+def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, digits: Path) -> None:
+    before = outcome(untouched)
+    again = Run("torchrun", digits, untouched)
+    assert again.end() == 0, again.said()
+    assert re.search(r"^the run in .* is finished: test accuracy ", again.said(), re.M), again.said()
+    other = Run("python", digits, untouched, "--lr", "0.5", "--seed", "3")
+    assert other.end() == 2
+    assert re.search(r"^error: .*--lr 0.01 -> 0.5; --seed 1206 -> 3", other.said(), re.M), other.said()
+    assert outcome(untouched) == before
+
+
+def test_damaged_checkpoints_are_named(digits: Path, untouched: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(untouched), str(folder)], check=True, timeout=20)
+    (folder / "result.json").unlink()
+    newest, before = sorted((folder / "checkpoints").iterdir(), reverse=True)
+    (newest / "state.json").write_bytes((newest / "state.json").read_bytes()[:-1])
+    run = Run("torchrun", digits, folder)
+    assert run.end() == 0, run.said()
+    assert f"checkpoint {newest} is damaged" in run.said(), run.said()
+    assert outcome(folder) == outcome(untouched)
+    for path in (folder / "checkpoints").iterdir():
+        (path / "SHA256SUMS").write_text("")
+    run = Run("torchrun", digits, folder)
+    assert run.end() != 0
+    assert len(re.findall(r"^error: .*all 2 checkpoints are damaged", run.said(), re.M)) == 1, run.said()
+    assert before.exists()
+
+
+def test_divergence_keeps_the_best_model_and_says_what_to_try(digits: Path, folder: Path) -> None:
+    run = Run("self-started", digits, folder, "--lr", "1e20", "--optimizer", "sgd", "--warmup_steps", "0")
+    assert run.end() == 3, run.said()
+    assert re.search(r"^diverged in epoch 1, by step \d: .* smaller --lr", run.said(), re.M), run.said()
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["best_epoch"]) == ("diverged", 0)
+    assert not (folder / "cnn").exists()
