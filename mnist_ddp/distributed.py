@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -118,11 +119,12 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
 
     for number in _STOP_SIGNALS:
         signal.signal(number, pass_on)
+    gc.freeze()  # else the exit takes a second longer, for garbage among what was imported
     logging.getLogger("torch.multiprocessing.spawn").setLevel(
         logging.ERROR
     )  # it would report each process that it ends
     try:
-        while not context.join():
+        while not context.join(grace_period=_PEER_GRACE_SECONDS):  # then SIGKILL: one that is stuck ignores SIGTERM
             pass
     except mp.ProcessExitedException as error:
         if received and error.exit_code < 0:  # before training, where there was nothing to save
@@ -238,8 +240,7 @@ def start_accelerator(
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds * _COLLECTIVE_SHARE)),
-            # Synchronised BatchNorm keeps the buffers equal without a broadcast before every forward pass.
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))

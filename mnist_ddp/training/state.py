@@ -194,6 +194,8 @@ def start_training(
         fused=accelerator.scaler is None,
     )
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
+    # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
+    prepared_model.broadcast_buffers = False
     average = WeightAverage(averaged, model, ema_decay)
     return TrainingState(model, prepared_model, average, prepared_optimizer, stopper, lr, warmup_steps, decay_steps)
 
