@@ -47,7 +47,7 @@ _STEP_LOSS, _STEP_GRADIENT = 1e-3, 1e-2
 _PARITY = {torch.float64: 1e-9, torch.float32: 1e-3}
 _MOST_WAITING = 0.3
 # Measured efficiency over the one that the network explains. Processes that share cores wait for each other's turns.
-_LEAST_OF_PREDICTED = 0.4
+_LEAST_OF_PREDICTED = 1 / 3
 
 
 @dataclass(frozen=True)
