@@ -174,7 +174,10 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
         rank = os.environ.get("RANK", "0")
         if "timed out" in str(error).lower():
             for silent in _silent_ranks(rank):
-                print(f"error: rank {silent} is stuck: it kept rank {rank} waiting until the timeout", file=sys.stderr)
+                print(
+                    f"error: rank {silent} is stuck or out of reach: it kept rank {rank} waiting until the timeout",
+                    file=sys.stderr,
+                )
         time.sleep(_PEER_GRACE_SECONDS)
         print(
             f"error: rank {rank} lost contact with another process, whose own message says why; without one it was "

@@ -136,7 +136,11 @@ def two_machines(scratch: Path) -> Iterator[Cluster]:
             ip(f"-n {machine.namespace} addr add {machine.address}/24 dev {machine.interface}")
             machine.link("up")
         with ThreadPoolExecutor(4) as threads:
-            yield Cluster((machines[0], machines[1]), threads)
+            try:
+                yield Cluster((machines[0], machines[1]), threads)
+            finally:
+                for machine in machines:  # else the threads would wait for their commands' time to be over
+                    machine.power_off()
     finally:
         for machine in machines:
             subprocess.run(["ip", "netns", "del", machine.namespace], check=False, capture_output=True)
