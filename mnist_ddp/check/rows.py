@@ -32,7 +32,7 @@ from mnist_ddp.check.speed import measure_speeds
 from mnist_ddp.console import device_name
 from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.data.reading import read_files
-from mnist_ddp.distributed import check_same, on_main, together
+from mnist_ddp.distributed import check_same, on_main, open_once, together
 from mnist_ddp.errors import UserError
 from mnist_ddp.settings import Settings
 from mnist_ddp.training.checkpoint import Checkpoints
@@ -117,7 +117,8 @@ def rows(accelerator: Accelerator, s: Settings) -> Iterator[Row]:
         "end the other programs that use the memory, or take another device with --gpu",
         lambda: _devices(device),
     )
-    yield on_all("run folder", "choose another --pt_path", lambda: _folder(s, accelerator.is_main_process))
+    folder = on_all("run folder", "choose another --pt_path", lambda: _folder(s))
+    yield folder
 
     sets: list[ImageSet] = []
 
@@ -143,7 +144,8 @@ def rows(accelerator: Accelerator, s: Settings) -> Iterator[Row]:
         lambda: _parity(accelerator, images, s),
     )
     yield from _speed_rows(accelerator, images, s)
-    yield on_all("checkpoint", "choose another --pt_path", lambda: _checkpoint(accelerator, images, s))
+    if folder.passed:
+        yield on_all("checkpoint", "choose another --pt_path", lambda: _checkpoint(accelerator, images, s))
     yield on_all(
         "stop signal",
         "the processes do not stop together: look for a launcher or a container that keeps signals back",
@@ -208,16 +210,18 @@ def _devices(device: torch.device) -> Finding:
     )
 
 
-def _folder(s: Settings, is_main: bool) -> Finding:
+def _folder(s: Settings) -> Finding:
     existed = Path(s.pt_path).exists()
-    if is_main:
-        RunFolder(s.pt_path, "auto", s.keep_checkpoints)
-        free = shutil.disk_usage(s.pt_path).free
-        text = f"{s.pt_path} can be written, {free / 1e9:,.1f} GB free"
-        if not existed:
-            shutil.rmtree(s.pt_path)
-        return True, text, {"free_bytes": free}
-    return True, "", {}
+    folder, hosts = open_once(s.pt_path, lambda: RunFolder(s.pt_path, "auto", s.keep_checkpoints))
+    if folder is None:
+        return True, "", {}
+    text = f"{s.pt_path} can be written"
+    if len(hosts) > 1:
+        text += f" on {len(hosts)} machines, which do not share it"
+    free = shutil.disk_usage(s.pt_path).free
+    if not existed:
+        shutil.rmtree(s.pt_path)
+    return True, f"{text}, {free / 1e9:,.1f} GB free", {"free_bytes": free, "hosts": hosts}
 
 
 def _step(images: ImageSet, device: torch.device, s: Settings) -> Finding:

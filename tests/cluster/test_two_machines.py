@@ -18,7 +18,7 @@ from launching import ROOT, Ended, run
 from machines import PORT, Cluster, two_machines, why_not
 from safetensors.torch import load_file
 
-# With the store that torchrun 2.13 shares between restarts, a new launcher waits for an address that only the first ones get.
+# With the store that torchrun 2.13 shares between restarts, a launcher that comes later never learns its address.
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 REASON = why_not()
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.timeout(240), pytest.mark.slow]
