@@ -28,7 +28,7 @@ from mnist_ddp.check.parity import (
     train_alone,
     train_together,
 )
-from mnist_ddp.check.speed import measure_speeds
+from mnist_ddp.check.speed import measure_speeds, new_state
 from mnist_ddp.console import device_name
 from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.data.reading import read_files
@@ -36,10 +36,8 @@ from mnist_ddp.distributed import check_same, on_main, open_once, together
 from mnist_ddp.errors import UserError
 from mnist_ddp.settings import Settings
 from mnist_ddp.training.checkpoint import Checkpoints
-from mnist_ddp.training.early_stopping import EarlyStopping
 from mnist_ddp.training.run_folder import RunFolder
 from mnist_ddp.training.signals import StopSignals
-from mnist_ddp.training.state import start_training
 
 _FREE_BYTES = 1 << 30
 # In one step, fp32 on the device against float64 on the CPU. TF32, cuDNN's default for convolutions, keeps 10 bits.
@@ -341,17 +339,7 @@ def _speed_rows(accelerator: Accelerator, images: ImageSet, s: Settings) -> Iter
 
 
 def _checkpoint(accelerator: Accelerator, images: ImageSet, s: Settings) -> Finding:
-    state = start_training(
-        accelerator,
-        model_of(images, width=s.width, seed=s.seed),
-        EarlyStopping("accuracy", 1),
-        optimizer=s.optimizer,
-        lr=s.lr,
-        warmup_steps=0,
-        momentum=s.momentum,
-        weight_decay=s.weight_decay,
-        ema_decay=s.ema_decay,
-    )
+    state = new_state(accelerator, images, s)
     snapshot = state.snapshot(accelerator, {})
     if not accelerator.is_main_process:
         return True, "", {}

@@ -70,7 +70,7 @@ def measure_speeds(accelerator: Accelerator, images: ImageSet, s: Settings) -> S
     beside = _time_steps(accelerator, by_itself, own, steps)
     shared = _endless(accelerator.prepare(loaders.train))
     accelerator.wait_for_everyone()
-    return Speeds(alone, beside, _time_steps(accelerator, _state(accelerator, images, s), shared, steps))
+    return Speeds(alone, beside, _time_steps(accelerator, new_state(accelerator, images, s), shared, steps))
 
 
 def _endless(loader: DataLoader[Batch]) -> Iterator[Batch]:
@@ -78,7 +78,7 @@ def _endless(loader: DataLoader[Batch]) -> Iterator[Batch]:
         yield from loader
 
 
-def _state(accelerator: Accelerator, images: ImageSet, s: Settings) -> TrainingState:
+def new_state(accelerator: Accelerator, images: ImageSet, s: Settings) -> TrainingState:
     """That of a run."""
     return start_training(
         accelerator,
@@ -87,6 +87,7 @@ def _state(accelerator: Accelerator, images: ImageSet, s: Settings) -> TrainingS
         optimizer=s.optimizer,
         lr=s.lr,
         warmup_steps=s.warmup_steps,
+        decay_steps=0,
         momentum=s.momentum,
         weight_decay=s.weight_decay,
         ema_decay=s.ema_decay,
@@ -103,7 +104,9 @@ def _state_without_group(accelerator: Accelerator, images: ImageSet, s: Settings
     # evaluation_mode leaves DDP out and mixed precision in.
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     stopper = EarlyStopping(s.monitor, s.patience, s.min_delta)
-    return TrainingState(model, prepared, average, accelerator.prepare_optimizer(built), stopper, s.lr, s.warmup_steps)
+    return TrainingState(
+        model, prepared, average, accelerator.prepare_optimizer(built), stopper, s.lr, s.warmup_steps, 0
+    )
 
 
 def _time_alone(accelerator: Accelerator, state: TrainingState, batches: Iterator[Batch]) -> tuple[Speed, int]:
