@@ -38,7 +38,7 @@ def train(settings: Settings) -> int:
     # Not at the top of the file: these import torch, which takes seconds, and --help should not.
     from mnist_ddp import console
     from mnist_ddp.data.loaders import make_loaders, make_splits, pixel_statistics
-    from mnist_ddp.distributed import check_same, leaving, on_main, start_accelerator, together
+    from mnist_ddp.distributed import check_same, from_furthest, leaving, open_once, start_accelerator, together
     from mnist_ddp.model.convnet import build_model
     from mnist_ddp.training import watchdog
     from mnist_ddp.training.early_stopping import EarlyStopping
@@ -60,7 +60,8 @@ def train(settings: Settings) -> int:
     )
     with leaving(accelerator):
         is_main, processes = accelerator.is_main_process, accelerator.num_processes
-        folder = together(lambda: RunFolder(s.pt_path, s.resume, s.keep_checkpoints) if is_main else None)
+        # On one process; without a shared file system, on one of each machine.
+        folder, hosts = open_once(s.pt_path, lambda: RunFolder(s.pt_path, s.resume, s.keep_checkpoints))
         sets = together(lambda: read_images(s, progress=is_main and sys.stderr.isatty()))
         splits = together(
             lambda: make_splits(sets, val_fraction=s.val_fraction, test_fraction=s.test_fraction, seed=s.seed)
@@ -93,11 +94,17 @@ def train(settings: Settings) -> int:
             weight_decay=s.weight_decay,
             ema_decay=s.ema_decay,
         )
-        snapshot, earlier, notes = on_main(lambda: folder.resume(run) if folder else (None, None, []))
+        # After a restart, rank 0 may be on a machine whose folder is behind, or empty.
+        snapshot, earlier, notes = from_furthest(
+            lambda: folder.resume(run) if folder else (None, None, []),
+            lambda found: found[0].position if found[0] else (),
+        )
         if snapshot:
             state.restore(accelerator, snapshot)
         if folder:
             folder.begin(s, state)
+        if is_main:
+            notes += console.folder_notes(s.pt_path, hosts)
             print(*console.start_lines(accelerator, splits, run, model, state, notes), sep="\n", flush=True)
 
         def save() -> None:
@@ -127,8 +134,9 @@ def train(settings: Settings) -> int:
                 after_step=after_step,
                 progress=is_main and sys.stderr.isatty(),
             ):
-                if folder:
+                if is_main:
                     print(console.epoch_line(epoch), flush=True)
+                if folder:
                     folder.append_metrics(epoch.metrics())
                     if epoch.improved:
                         folder.save_model(state.average.module)
@@ -155,7 +163,8 @@ def train(settings: Settings) -> int:
                 "wall_seconds": round(time.perf_counter() - STARTED, 3),
             }
             folder.write_result(result)
-            print(console.end_line(result, s.pt_path))
+            if is_main:
+                print(console.end_line(result, s.pt_path))
         return {"diverged": 3, "preempted": 128 + (signals.agreed or 0)}.get(state.status or "", 0)
 
 

@@ -51,6 +51,21 @@ def start_lines(
     return lines
 
 
+def folder_notes(folder: str, hosts: Sequence[str]) -> list[str]:
+    """Where the run's files are, if they are in more than one place.
+
+    Args:
+        folder: of the run.
+        hosts: names of the machines that have the folder; one where they share it.
+    """
+    if len(hosts) == 1:
+        return []
+    some = ", ".join(hosts[:4]) + ", ..." * (len(hosts) > 4)
+    return [
+        f"{len(hosts)} machines ({some}) share no {folder}: each keeps its own, with the model and what a restart needs"
+    ]
+
+
 def device_name(device: torch.device) -> str:
     """The model of a GPU, or the kind of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()

@@ -3,16 +3,21 @@
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import gc
+import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -37,6 +42,8 @@ T = TypeVar("T")
 # How long a process that lost its peers waits before it speaks: the launcher ends it within a second of the peer's own
 # exit, so that only the process at fault is heard.
 _PEER_GRACE_SECONDS = 6.0
+# How long it waits for the answer of a store whose machine may be gone.
+_STORE_SECONDS = 4.0
 # Share of --timeout_seconds after which a collective gives up: its process can then name the one that is stuck before
 # the watchdog of that one ends the run.
 _COLLECTIVE_SHARE = 0.8
@@ -167,7 +174,10 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
         rank = os.environ.get("RANK", "0")
         if "timed out" in str(error).lower():
             for silent in _silent_ranks(rank):
-                print(f"error: rank {silent} is stuck: it kept rank {rank} waiting until the timeout", file=sys.stderr)
+                print(
+                    f"error: rank {silent} is stuck or out of reach: it kept rank {rank} waiting until the timeout",
+                    file=sys.stderr,
+                )
         time.sleep(_PEER_GRACE_SECONDS)
         print(
             f"error: rank {rank} lost contact with another process, whose own message says why; without one it was "
@@ -186,11 +196,23 @@ def _end_with(parent: int) -> None:
 
 
 def _silent_ranks(rank: str) -> list[int]:
-    """The ranks that did not notice the timeout, and so were not waiting; asks the store of the process group."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"timed_out/{rank}", "")
-    time.sleep(1)  # the others notice at about the same time
-    return [other for other in range(dist.get_world_size()) if not store.check([f"timed_out/{other}"])]
+    """The ranks that did not notice the timeout, and so were not waiting; none where this cannot be found out.
+
+    Asks the store of the process group, which never answers if it is the way to its machine that is broken.
+    """
+    silent: list[int] = []
+
+    def ask() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"timed_out/{rank}", "")
+        time.sleep(1)  # the others notice at about the same time
+        others = range(dist.get_world_size())
+        silent.extend([other for other in others if not store.check([f"timed_out/{other}"])])
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_STORE_SECONDS)
+    return silent
 
 
 def _lost_peer(error: BaseException) -> bool:
@@ -219,12 +241,16 @@ def start_accelerator(
     """The Accelerator of this process, on a GPU where there is one and else on the CPU.
 
     Raises:
-        UserError: the launcher's WORLD_SIZE and the number of joined processes differ.
+        UserError: the launcher's WORLD_SIZE and the number of joined processes differ, or the other machines could not
+            reach this one.
     """
     use_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if use_cpu:
-        torch.set_num_threads(_threads_per_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        threads = _threads_per_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # Accelerate warns where it has to choose
         _keep_freed_memory()
+        _check_interface()
     accelerator = Accelerator(
         # Without cpu=True the launchers' processes would not join on a machine without GPUs: N separate trainings.
         cpu=use_cpu,
@@ -260,6 +286,48 @@ def _keep_freed_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 32 << 20)  # bytes; the most that glibc takes for the second
+
+
+def _check_interface() -> None:
+    """Raises UserError where Gloo would tell the other machines an address that only this one can reach.
+
+    Gloo takes the address of the host name, and 127.0.0.1 where that is not known. The others would then try to connect
+    to themselves, until the timeout.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    one_machine = world_size == os.environ.get("LOCAL_WORLD_SIZE", world_size)
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    if one_machine or "GLOO_SOCKET_IFNAME" in os.environ or _is_loopback(master, unknown=False):
+        return
+    name = os.uname().nodename
+    if _is_loopback(name, unknown=True):
+        interface = _interface_towards(master) or f"the one that `ip route get {master}` shows"
+        raise UserError(
+            f"the name of this machine, {name}, stands for an address that other machines cannot reach; "
+            f"set GLOO_SOCKET_IFNAME={interface}, on each machine to its own interface, or mend /etc/hosts"
+        )
+
+
+def _is_loopback(name: str, unknown: bool) -> bool:
+    """Whether `name` resolves to this machine's own 127.0.0.1 or the like; `unknown` where it does not resolve."""
+    try:
+        first = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return unknown
+    return ipaddress.ip_address(first).is_loopback
+
+
+def _interface_towards(name: str) -> str | None:
+    """The network interface from which packets to `name` leave; None where IPv4 does not tell."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((name, 9))  # UDP: sends nothing
+        own_address = socket.inet_aton(probe.getsockname()[0])
+        for _, interface in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                request = interface.encode().ljust(256, b"\0")
+                if fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24] == own_address:  # SIOCGIFADDR
+                    return interface
+    return None
 
 
 def resolve_precision(requested: str, device: torch.device | str | None) -> str:
@@ -340,6 +408,51 @@ def on_main(produce: Callable[[], T]) -> T:
     """
     value = together(lambda: produce() if PartialState().is_main_process else None)
     return broadcast_object_list([value])[0]
+
+
+def from_furthest(produce: Callable[[], T], progress: Callable[[T], tuple[int, ...]]) -> T:
+    """`produce()` on every process; the value that is furthest, by `progress`, goes to all.
+
+    All processes must call it: it gathers and broadcasts. The value is pickled. Of equal ones, it is the lowest rank's.
+
+    Raises:
+        UserError: that of the lowest rank that had one.
+    """
+    value = together(produce)
+    everyone = gather_object([progress(value)])
+    return broadcast_object_list([value], from_process=everyone.index(max(everyone)))[0]
+
+
+def open_once(path: str, open_folder: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """Opens a folder on one process for each folder that `path` stands for.
+
+    Machines that share a file system have one, which rank 0 opens. Where they do not, each has its own, opened by its
+    first process. All processes must call it: it gathers.
+
+    Args:
+        path: of the folder, which exists once `open_folder` returns.
+        open_folder: returns the opened folder, or raises UserError.
+
+    Returns:
+        What this process opened, None where another one does; and the names of the machines that have the folder.
+
+    Raises:
+        UserError: that of the lowest rank that had one.
+    """
+    state = PartialState()
+
+    def leave_mark() -> Path:
+        # A new name each time: a network file system may remember for a while that another was missing.
+        mark = Path(path) / f".shared-{uuid.uuid4().hex}"
+        mark.touch()
+        return mark
+
+    folder = together(lambda: open_folder() if state.is_main_process else None)
+    mark = on_main(leave_mark)
+    own = state.is_local_main_process and not mark.exists()
+    folder = together(lambda: open_folder() if own else folder)
+    on_main(mark.unlink)
+    return folder, gather_object([os.uname().nodename] if folder is not None else [])
 
 
 def check_same(description: Mapping[str, Any]) -> None:

@@ -40,6 +40,11 @@ class Snapshot:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far the run has come: complete epochs, and samples of the next."""
+        return self.values["epoch"], self.values["samples_done"]
+
 
 class Checkpoints:
     """The checkpoints of a run, newest few kept. One process writes them.
