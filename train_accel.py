@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mnist_ddp.errors import exit_with_one_line
-from mnist_ddp.settings import Settings, parse_settings
+from mnist_ddp.settings import Settings, changed, parse_settings
 
 if TYPE_CHECKING:
     from mnist_ddp.data.image_set import ImageSet
@@ -150,6 +150,20 @@ def train(settings: Settings) -> int:
                 "wall_seconds": round(time.perf_counter() - STARTED, 3),
             }
             folder.write_result(result)
+            # Not earlier: training knows nothing of results.
+            from mnist_ddp.results.write import write_results
+
+            write_results(
+                folder.path,
+                splits,
+                state.average.module,
+                test.confusion if test else None,
+                autocast=accelerator.autocast,
+                versions=run["versions"],
+                changed_settings=changed(s),
+                trackers=accelerator.trackers,
+                step=state.step,
+            )
             print(console.end_line(result, s.pt_path))
         return {"diverged": 3, "preempted": 128 + (signals.agreed or 0)}.get(state.status or "", 0)
 

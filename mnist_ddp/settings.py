@@ -226,6 +226,12 @@ def load_settings(path: str | Path) -> Settings:
         raise UserError(f"--config {path}: {error}") from error
 
 
+def changed(settings: Settings) -> dict[str, Any]:
+    """The settings that differ from their defaults."""
+    defaults = dataclasses.asdict(Settings())
+    return {name: value for name, value in dataclasses.asdict(settings).items() if value != defaults[name]}
+
+
 def dump_settings(settings: Settings) -> str:
     """The settings as YAML that `--config` reads back equal."""
     import yaml
