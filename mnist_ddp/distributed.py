@@ -26,6 +26,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from torch import Tensor
 from tqdm import tqdm
 
 from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
@@ -339,6 +340,14 @@ def on_main(produce: Callable[[], T]) -> T:
     """
     value = together(lambda: produce() if PartialState().is_main_process else None)
     return broadcast_object_list([value])[0]
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """The rows of all processes, in rank order, on the CPU; each process may have another number of them, or none.
+
+    All processes must call it: it gathers.
+    """
+    return torch.cat(gather_object([rows.cpu()]))
 
 
 def check_same(description: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ p { margin: .5rem 0; max-width: 44rem; }
 .charts img { display: block; width: 100%; max-width: 30rem; height: auto; margin: 0 auto; }
 .wide { overflow-x: auto; }
 .wide img { max-width: none; margin: 0; }
-.mistakes { display: grid; gap: 1rem .75rem; grid-template-columns: repeat(auto-fill, minmax(6.2rem, 1fr)); }
+.mistakes { display: grid; gap: 1rem .75rem; grid-template-columns: repeat(auto-fill, minmax(5.6rem, 1fr)); }
 .mistakes figure { margin: 0; font-size: .85rem; line-height: 1.35; }
 .mistakes img { display: block; width: 100%; image-rendering: pixelated; margin-bottom: .3rem; }
 pre { margin: .5rem 0; padding: .75rem 1rem; background: #f3f5f6; border-radius: .4rem; white-space: pre-wrap;
@@ -179,12 +179,7 @@ def _page(
         ]
         parts += ["<h2>Test images by class</h2>", _grid(charts, single=count > 20)]
         parts += ["<h2>The most confident mistakes</h2>", _mistakes(facts["mistakes"], facts["class_names"])]
-    if metrics:
-        parts += [
-            "<h2>Throughput</h2>",
-            _grid([_chart(drawn["throughput.png"], "Training images per second by epoch")]),
-        ]
-    parts += ["<h2>What was run</h2>", *_what_was_run(result, facts)]
+    parts += ["<h2>The run</h2>", *_what_was_run(result, facts, drawn.get("throughput.png"))]
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -212,16 +207,14 @@ def _mistakes(mistakes: Sequence[Mistake], names: Sequence[str]) -> str:
         figures.append(
             f'<figure><img src="{source}" alt="Image of class {true} that was taken for {predicted}">'
             f"<figcaption>true <b>{true}</b><br>predicted <b>{predicted}</b><br>"
-            f'<span class="quiet">{mistake["probability"]:.1%}, image {mistake["image"]:,}</span></figcaption></figure>'
+            f'<span class="quiet">{mistake["probability"]:.1%}<br>image {mistake["image"]:,}</span></figcaption>'
+            "</figure>"
         )
-    words = "The percentage is the probability that the model gave to its prediction; images are counted from 1."
+    words = "With the probability that the model gave to its prediction, and the number of the image, from 1."
     return f'<p class="quiet">{words}</p>\n<div class="mistakes">\n' + "\n".join(figures) + "\n</div>"
 
 
-def _what_was_run(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    parts = []
-    if facts:
-        parts.append(f"<pre>{_text(facts['command'])}</pre>")
+def _what_was_run(result: Mapping[str, Any], facts: Mapping[str, Any], throughput: bytes | None) -> list[str]:
     rows: dict[str, Any] = {}
     if result:
         count = result["world_size"]
@@ -231,9 +224,11 @@ def _what_was_run(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[s
         rows["time"] = f"{result['wall_seconds']:,.0f} s"
     if facts:
         rows["images from"] = facts["source"]
-        rows["images"] = ", ".join(f"{count:,} {name}" for name, count in facts["images"].items())
-        rows["versions"] = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    parts.append(_table(rows))
+        rows |= {f"{name} images": f"{count:,}" for name, count in facts["images"].items()}
+        rows |= facts["versions"]
+    parts = [f"<pre>{_text(facts['command'])}</pre>"] if facts else []
+    charts = [_chart(throughput, "Training images per second in each epoch")] if throughput else []
+    parts.append(_grid([*charts, _table(rows)]))
     changed = facts.get("changed_settings")
     if changed:
         parts += ["<p>Settings that differ from the defaults:</p>", _table(changed)]
