@@ -35,7 +35,7 @@ def train(settings: Settings) -> int:
     # Not at the top of the file: these import torch, which takes seconds, and --help should not.
     from mnist_ddp import console
     from mnist_ddp.data.loaders import make_loaders, make_splits, pixel_statistics
-    from mnist_ddp.distributed import check_same, leaving, on_main, start_accelerator, together
+    from mnist_ddp.distributed import check_same, leaving, on_main, start_accelerator, start_tracker, together
     from mnist_ddp.model.convnet import build_model
     from mnist_ddp.training import watchdog
     from mnist_ddp.training.early_stopping import EarlyStopping
@@ -127,8 +127,8 @@ def train(settings: Settings) -> int:
                     folder.append_metrics(epoch.metrics())
                     if epoch.improved:
                         folder.save_model(state.average.module)
-                if not accelerator.trackers and s.log_with != "none":
-                    accelerator.init_trackers(s.log_with, config=asdict(s))  # not earlier: it imports for a second
+                if not accelerator.trackers and s.log_with != "none":  # not earlier: it imports for a second
+                    start_tracker(accelerator, s.log_with, Path(s.pt_path), asdict(s), first_step=epoch.step)
                 accelerator.log(epoch.metrics(), step=epoch.step)
 
         if earlier and (earlier["status"], earlier["epochs"]) == (state.status, state.epoch):
@@ -163,6 +163,7 @@ def train(settings: Settings) -> int:
                 changed_settings=changed(s),
                 trackers=accelerator.trackers,
                 step=state.step,
+                push_to_hub=s.push_to_hub,
             )
             print(console.end_line(result, s.pt_path))
         return {"diverged": 3, "preempted": 128 + (signals.agreed or 0)}.get(state.status or "", 0)

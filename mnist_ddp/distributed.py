@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -10,8 +11,10 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -30,6 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
+from mnist_ddp.files import write_whole
 from mnist_ddp.settings import Settings
 
 T = TypeVar("T")
@@ -218,7 +222,8 @@ def start_accelerator(
     """The Accelerator of this process, on a GPU where there is one and else on the CPU.
 
     Raises:
-        UserError: the launcher's WORLD_SIZE and the number of joined processes differ.
+        UserError: the launcher's WORLD_SIZE and the number of joined processes differ, or the tracker's package is
+            missing.
     """
     use_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if use_cpu:
@@ -243,6 +248,8 @@ def start_accelerator(
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
+    if log_with != "none" and not accelerator.log_with:  # Accelerate drops what is not installed without a word
+        raise UserError(f"--log_with {log_with}: needs the package {log_with}: pip install {log_with}")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise UserError(
@@ -260,6 +267,39 @@ def _keep_freed_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 32 << 20)  # bytes; the most that glibc takes for the second
+
+
+def start_tracker(
+    accelerator: Accelerator, name: str, folder: Path, settings: Mapping[str, Any], *, first_step: int
+) -> None:
+    """Starts the experiment tracker; where this run has had it before, it goes on in the same tracker run.
+
+    Args:
+        accelerator: made with this tracker.
+        name: of the tracker.
+        folder: of the run; tracker.json in it holds what the tracker calls this run.
+        settings: are logged, once.
+        first_step: of what will be logged; what a killed run has logged from there on is dropped by TensorBoard.
+    """
+    path = folder / "tracker.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    known = earlier.get("run") if earlier.get("tracker") == name else None
+    run = known or f"{folder.resolve().name}-{uuid.uuid4().hex[:8]}"
+    options: dict[str, Any] = {
+        "tensorboard": {"purge_step": first_step},
+        "trackio": {"name": run, "resume": "allow"},
+        "wandb": {"id": run, "name": run, "resume": "allow", "dir": str(folder)},
+        "mlflow": {"run_id": known} if known else {"run_name": run},
+    }
+    accelerator.init_trackers(
+        "tensorboard" if name == "tensorboard" else "mnist_ddp",
+        config=None if known else dict(settings),
+        init_kwargs={name: options[name]},
+    )
+    if accelerator.is_main_process and not known:
+        if name == "mlflow":  # it chooses the name of a run itself
+            run = accelerator.get_tracker(name, unwrap=True).info.run_id
+        write_whole(path, json.dumps({"tracker": name, "run": run}).encode())
 
 
 def resolve_precision(requested: str, device: torch.device | str | None) -> str:

@@ -117,6 +117,19 @@ def image_of(mistake: Mistake) -> NDArray[np.uint8]:
     return np.frombuffer(base64.b64decode(mistake["pixels"]), np.uint8).reshape(mistake["shape"])
 
 
+def wilson_interval(right: NDArray[Any], counts: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The 95% interval of a share that was `right` times out of `counts`, as fractions.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
+    """
+    z = 1.96
+    share = right / counts
+    middle = share + z**2 / (2 * counts)
+    reach = z * np.sqrt(share * (1 - share) / counts + z**2 / (4 * counts**2))
+    scale = 1 + z**2 / counts
+    return (middle - reach) / scale, (middle + reach) / scale
+
+
 def command_line() -> str:
     """The command that started this run, as it would be typed: that of the launcher where there is one."""
     own = ["python", *sys.argv]

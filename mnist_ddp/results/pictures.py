@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from mnist_ddp.results.facts import wilson_interval
+
 _BLUE, _ORANGE, _GREY, _PALE = "#0072B2", "#D55E00", "#5F6368", "#E3E6E8"
 _DOTS_PER_INCH = 160
 _WIDTH = 4.8  # inches
@@ -161,19 +163,6 @@ def mistakes(images: Sequence[NDArray[np.uint8]], captions: Sequence[str]) -> by
     axes.set_ylim(down * rows, 0)
     axes.set_axis_off()
     return _png(figure)
-
-
-def wilson_interval(right: NDArray[Any], counts: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The 95% interval of a share that was `right` times out of `counts`, as fractions.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
-    """
-    z = 1.96
-    share = right / counts
-    middle = share + z**2 / (2 * counts)
-    reach = z * np.sqrt(share * (1 - share) / counts + z**2 / (4 * counts**2))
-    scale = 1 + z**2 / counts
-    return (middle - reach) / scale, (middle + reach) / scale
 
 
 def _figure(

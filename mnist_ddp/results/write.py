@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mnist_ddp.data.loaders import Splits
+from mnist_ddp.results.card import push, write_card
 from mnist_ddp.results.facts import gather_facts, write_facts
 from mnist_ddp.results.report import make_report
 
@@ -27,8 +28,9 @@ def write_results(
     changed_settings: Mapping[str, Any],
     trackers: Sequence[Any],
     step: int,
+    push_to_hub: str,
 ) -> None:
-    """Writes report.json, the report and its pictures, which it also gives to the trackers that take images.
+    """Writes report.json, the model card, the report and its pictures, which it also gives to trackers; pushes the model.
 
     The run's result stands whatever happens here: a failure is a warning on stderr. One process calls this.
 
@@ -37,6 +39,7 @@ def write_results(
         splits, model, confusion, autocast, versions, changed_settings: see `gather_facts`.
         trackers: Accelerate's, started.
         step: optimizer steps of the run.
+        push_to_hub: repository for the model, if it was tested; empty for none.
     """
     with _warning(f"the report is not complete; python -m mnist_ddp.results.report {folder} makes it again"):
         facts = gather_facts(
@@ -46,6 +49,11 @@ def write_results(
         pictures = make_report(folder)
         for tracker in trackers:
             log_pictures(tracker, pictures, step)
+    with _warning(f"{folder / 'cnn' / 'README.md'} could not be written"):
+        write_card(folder)
+    if push_to_hub and confusion is not None:
+        with _warning(f"the model was not pushed; hf upload {push_to_hub} {folder / 'cnn'} . tries again"):
+            print(f"pushed to {push(folder, push_to_hub)}")
 
 
 def log_pictures(tracker: Any, paths: Sequence[Path], step: int) -> None:
