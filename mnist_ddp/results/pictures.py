@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mnist_ddp.results.facts import wilson_interval
 
 _BLUE, _ORANGE, _GREY, _PALE = "#0072B2", "#D55E00", "#5F6368", "#E3E6E8"
-_DOTS_PER_INCH = 160
+_DOTS_PER_INCH = 144
 _WIDTH = 4.8  # inches
 _STYLE: Any = {
     "font.size": 10.0,
@@ -149,18 +149,17 @@ def mistakes(images: Sequence[NDArray[np.uint8]], captions: Sequence[str]) -> by
         captions: one for each image.
     """
     height, width = images[0].shape
-    across, down = width * 1.15, height * 1.3  # from one image to the next, in pixels
-    rows = math.ceil(len(images) / 5)
-    sheet_inches = (_WIDTH, _WIDTH * down * rows / (across * 5))
-    inches = (_WIDTH, sheet_inches[1] + 0.4)
-    # One pair of axes, not one for each image, which would take a second.
+    rows, gap, head = math.ceil(len(images) / 5), math.ceil(width / 7), math.ceil(height / 3)  # in pixels
+    sheet = np.full((rows * (head + height), 5 * (gap + width)), 255, np.uint8)
+    corners = [(place // 5 * (head + height) + head, place % 5 * (gap + width)) for place in range(len(images))]
+    for (top, left), image in zip(corners, images, strict=True):
+        sheet[top : top + height, left : left + width] = image
+    inches = (_WIDTH, (_WIDTH - 0.16) * sheet.shape[0] / sheet.shape[1] + 0.37)
     figure, axes = _figure("Most confident mistakes: true → predicted", "", inches, left=0.06, below=0.02)
-    for place, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        left, top = place % 5 * across, (place // 5 + 0.22) * down
-        axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=(left, left + width, top + height, top))
-        axes.text(left + width / 2, top - 0.03 * height, caption, ha="center", va="bottom", size=8)
-    axes.set_xlim(0, across * 5)
-    axes.set_ylim(down * rows, 0)
+    # One picture, not one for each image, which would take longer than all the others.
+    axes.imshow(sheet, cmap="gray", vmin=0, vmax=255, interpolation="nearest", aspect="auto")
+    for (top, left), caption in zip(corners, captions, strict=True):
+        axes.text(left + width / 2, top - 0.05 * height, caption, ha="center", va="bottom", size=8)
     axes.set_axis_off()
     return _png(figure)
 
@@ -211,5 +210,5 @@ def _png(figure: Figure) -> bytes:
     file = io.BytesIO()
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a name in letters that the font lacks becomes boxes
-        figure.savefig(file, format="png")
+        figure.savefig(file, format="png", pil_kwargs={"compress_level": 4})  # in half the time of the default
     return file.getvalue()
