@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mnist_ddp.errors import exit_with_one_line
-from mnist_ddp.settings import Settings, parse_settings
+from mnist_ddp.settings import Settings, changed, parse_settings
 
 if TYPE_CHECKING:
     from mnist_ddp.data.image_set import ImageSet
@@ -48,6 +48,7 @@ def train(settings: Settings) -> int:
     from mnist_ddp.training.run_folder import RunFolder, describe_run
     from mnist_ddp.training.signals import StopSignals
     from mnist_ddp.training.state import start_training
+    from mnist_ddp.training.tracker import start_tracker
 
     s = settings
     accelerator = start_accelerator(
@@ -140,8 +141,8 @@ def train(settings: Settings) -> int:
                     folder.append_metrics(epoch.metrics())
                     if epoch.improved:
                         folder.save_model(state.average.module)
-                if not accelerator.trackers and s.log_with != "none":
-                    accelerator.init_trackers(s.log_with, config=asdict(s))  # not earlier: it imports for a second
+                if not accelerator.trackers and s.log_with != "none":  # not earlier: it imports for a second
+                    start_tracker(accelerator, s.log_with, Path(s.pt_path), asdict(s), first_step=epoch.step)
                 accelerator.log(epoch.metrics(), step=epoch.step)
 
         if earlier and (earlier["status"], earlier["epochs"]) == (state.status, state.epoch):
@@ -163,6 +164,21 @@ def train(settings: Settings) -> int:
                 "wall_seconds": round(time.perf_counter() - STARTED, 3),
             }
             folder.write_result(result)
+            # Not earlier: training knows nothing of results.
+            from mnist_ddp.results.write import write_results
+
+            write_results(
+                folder.path,
+                splits,
+                state.average.module,
+                test.confusion if test else None,
+                autocast=accelerator.autocast,
+                versions=run["versions"],
+                changed_settings=changed(s),
+                trackers=accelerator.trackers,
+                step=state.step,
+                push_to_hub=s.push_to_hub if is_main else "",
+            )
             if is_main:
                 print(console.end_line(result, s.pt_path))
         return {"diverged": 3, "preempted": 128 + (signals.agreed or 0)}.get(state.status or "", 0)

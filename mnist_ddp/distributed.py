@@ -32,6 +32,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from torch import Tensor
 from tqdm import tqdm
 
 from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
@@ -241,8 +242,8 @@ def start_accelerator(
     """The Accelerator of this process, on a GPU where there is one and else on the CPU.
 
     Raises:
-        UserError: the launcher's WORLD_SIZE and the number of joined processes differ, or the other machines could not
-            reach this one.
+        UserError: the launcher's WORLD_SIZE and the number of joined processes differ, the other machines could not
+            reach this one, or the tracker's package is missing.
     """
     use_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if use_cpu:
@@ -269,6 +270,8 @@ def start_accelerator(
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
+    if log_with != "none" and not accelerator.log_with:  # Accelerate drops what is not installed without a word
+        raise UserError(f"--log_with {log_with}: needs the package {log_with}: pip install {log_with}")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise UserError(
@@ -453,6 +456,14 @@ def open_once(path: str, open_folder: Callable[[], T]) -> tuple[T | None, list[s
     folder = together(lambda: open_folder() if own else folder)
     on_main(mark.unlink)
     return folder, gather_object([os.uname().nodename] if folder is not None else [])
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """The rows of all processes, in rank order, on the CPU; each process may have another number of them, or none.
+
+    All processes must call it: it gathers.
+    """
+    return torch.cat(gather_object([rows.cpu()]))
 
 
 def check_same(description: Mapping[str, Any]) -> None:

@@ -35,7 +35,16 @@ MAY_CHANGE = frozenset(
         *("epochs", "patience", "min_delta", "target_accuracy"),
         *("batch_size", "gradient_accumulation_steps", "num_processes", "gpu"),
         *("mnist_file_path", "val_file_path", "test_file_path", "dataset", "pt_path"),
-        *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with", "cache_dir", "profile", "compile"),
+        *(
+            "resume",
+            "checkpoint_every_steps",
+            "keep_checkpoints",
+            "log_with",
+            "push_to_hub",
+            "cache_dir",
+            "profile",
+            "compile",
+        ),
         *("master_addr", "port", "timeout_seconds"),
     ]
 )
@@ -134,8 +143,10 @@ class Settings:
     """Seed of split, initial weights, order and augmentation; the same on every number of processes."""
     profile: bool = False
     """Record a few training steps of each process, as a trace and a table in the run folder."""
-    log_with: Literal["tensorboard", "none"] = "tensorboard"
-    """Experiment tracker, through Accelerate."""
+    log_with: Literal["tensorboard", "trackio", "wandb", "mlflow", "none"] = "tensorboard"
+    """Experiment tracker, through Accelerate; all but tensorboard are packages of their own."""
+    push_to_hub: str = ""
+    """Repository on the Hugging Face Hub, such as me/digits, that gets the tested model. Empty: none."""
 
     # ---- processes
     gpu: str = ""
@@ -180,6 +191,8 @@ class Settings:
             raise UserError(f"--{of_datasets[0]} needs --dataset")
         if self.gpu and not re.fullmatch(r"\d+(,\d+)*", self.gpu):
             raise UserError(f"--gpu must be comma-separated numbers such as 0,1, got {self.gpu!r}")
+        if self.push_to_hub and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.push_to_hub):
+            raise UserError(f"--push_to_hub must be a name such as me/digits, got {self.push_to_hub!r}")
         if not self.pt_path:
             raise UserError("--pt_path must name a folder")
 
@@ -224,6 +237,12 @@ def load_settings(path: str | Path) -> Settings:
         return _parse(flags, Settings())
     except UserError as error:
         raise UserError(f"--config {path}: {error}") from error
+
+
+def changed(settings: Settings) -> dict[str, Any]:
+    """The settings that differ from their defaults."""
+    defaults = dataclasses.asdict(Settings())
+    return {name: value for name, value in dataclasses.asdict(settings).items() if value != defaults[name]}
 
 
 def dump_settings(settings: Settings) -> str:

@@ -21,7 +21,10 @@ from mnist_ddp.training.state import TrainingState
 
 SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS = "settings.yaml", "metrics.jsonl", "result.json", "cnn", "checkpoints"
 # All that a run writes: what `--resume never` removes, so that other files in the folder survive it.
-_OURS = (SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS, "tensorboard", "profile", "report.html")
+_OURS = (
+    *(SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS, "tensorboard", "profile", "tracker.json"),
+    *("report.json", "report.html", "pictures"),
+)
 
 
 def describe_run(settings: Settings, splits: Splits, processes: int) -> dict[str, Any]:

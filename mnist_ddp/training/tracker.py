@@ -1,0 +1,44 @@
+"""The experiment tracker of a run, through Accelerate."""
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from mnist_ddp.files import write_whole
+
+
+def start_tracker(
+    accelerator: Accelerator, name: str, folder: Path, settings: Mapping[str, Any], *, first_step: int
+) -> None:
+    """Starts the experiment tracker; where this run has had it before, it goes on in the same tracker run.
+
+    Args:
+        accelerator: made with this tracker.
+        name: of the tracker.
+        folder: of the run; tracker.json in it holds what the tracker calls this run.
+        settings: are logged, once.
+        first_step: of what will be logged; what a killed run has logged from there on is dropped by TensorBoard.
+    """
+    path = folder / "tracker.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    known = earlier.get("run") if earlier.get("tracker") == name else None
+    run = known or f"{folder.resolve().name}-{uuid.uuid4().hex[:8]}"
+    options: dict[str, Any] = {
+        "tensorboard": {"purge_step": first_step},
+        "trackio": {"name": run, "resume": "allow"},
+        "wandb": {"id": run, "name": run, "resume": "allow", "dir": str(folder)},
+        "mlflow": {"run_id": known} if known else {"run_name": run},
+    }
+    accelerator.init_trackers(
+        "tensorboard" if name == "tensorboard" else "mnist_ddp",
+        config=None if known else dict(settings),
+        init_kwargs={name: options[name]},
+    )
+    if accelerator.is_main_process and not known:
+        if name == "mlflow":  # it chooses the name of a run itself
+            run = accelerator.get_tracker(name, unwrap=True).info.run_id
+        write_whole(path, json.dumps({"tracker": name, "run": run}).encode())
