@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.data.loaders import Splits, Subset, make_loaders
 from mnist_ddp.data.reading import read_files
-from mnist_ddp.distributed import start_accelerator
+from mnist_ddp.distributed import resolve_precision, start_accelerator
 from mnist_ddp.model import batchnorm
 from mnist_ddp.model.convnet import ConvNet, build_model
 from mnist_ddp.training.early_stopping import EarlyStopping
@@ -40,6 +40,7 @@ from mnist_ddp.training.state import start_training
 
 BATCH_SIZE = 256
 LR = 1e-3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def network(channels_last: bool) -> ConvNet:
@@ -110,15 +111,18 @@ def ours(digits: ImageSet, *, synchronised: bool = True, wait: list[float] | Non
 def bare(digits: ImageSet) -> Iterator[None]:
     """The limit: our model, precision and batch over tensors in memory, with nothing around it, in one process."""
     processes, threads = dist.get_world_size(), torch.get_num_threads()
-    model = network(channels_last=True)
+    images, labels = digits.images.to(DEVICE), digits.labels.to(DEVICE)
+    half = resolve_precision("auto", DEVICE) == "bf16"
+    model = network(channels_last=True).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     size = BATCH_SIZE * processes
     while True:
         if dist.get_rank() == 0:
             torch.set_num_threads(processes * threads)
             for start in range(0, len(digits) // size * size, size):
-                loss = F.cross_entropy(model(digits.images[start : start + size]), digits.labels[start : start + size])
-                loss.backward()
+                with torch.autocast(DEVICE.type, torch.bfloat16, enabled=half):
+                    logits = model(images[start : start + size])
+                F.cross_entropy(logits, labels[start : start + size]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             torch.set_num_threads(threads)
@@ -192,7 +196,7 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
     digits = read_files("")["train"]
     waits: list[float] = []
     contenders = {"ours": ours(digits, wait=waits), "bare loop, one process": bare(digits)}
-    if processes > 1:
+    if processes > 1 and DEVICE.type == "cpu":  # the peers are written for CPUs
         contenders |= {
             "ours, plain BatchNorm": ours(digits, synchronised=False),
             "plain DDP": plain_ddp(digits),
@@ -210,6 +214,8 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
         start = time.perf_counter()
         for _ in range(epochs):
             next(contenders[name])
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
         return time.perf_counter() - start
 
@@ -252,12 +258,13 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes; default: 1 2")
     parser.add_argument("--json", default="benchmark_training.json", help="where to write the figures")
     args = parser.parse_args()
     rounds, epochs = (1, 1) if args.quick else (9, 2)
     cores = len(os.sched_getaffinity(0))
     everything: dict[str, Any] = {}
-    for processes in (1, 2):
+    for processes in args.processes:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
         mp.spawn(measure, (store.port, processes, rounds, epochs, Path(args.json)), nprocs=processes)
