@@ -88,7 +88,7 @@ class Settings:
     """Shift, rotate, scale and shear the training images at random, anew in each epoch."""
 
     # ---- model and optimisation
-    width: int = 16
+    width: int = 24
     """Channels of the first convolution; the others follow from it."""
     epochs: int = 10000
     """Passes over the training images at most; early stopping is meant to end the run before."""
@@ -98,7 +98,7 @@ class Settings:
     """Batches per process whose gradients are averaged before each optimizer step."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule; sgd is Nesterov where momentum is above 0."""
-    lr: float = 1e-2
+    lr: float = 2e-2
     """Learning rate per optimizer step, for the global batch as it is: never scaled by the number of processes."""
     warmup_steps: int = 15
     """Optimizer steps over which the learning rate rises linearly from 0."""
@@ -110,7 +110,7 @@ class Settings:
     """Decay of convolution and linear weights; biases and BatchNorm parameters are not decayed."""
     label_smoothing: float = 0.1
     """Share of each training target that is spread over all classes, 0 to 1."""
-    ema_decay: float = 0.95
+    ema_decay: float = 0.98
     """Share of the running average of the weights that each step keeps, 0 to 1; the average is what is evaluated and
     saved. 0: the weights themselves."""
     max_grad_norm: float = 0.0

@@ -201,7 +201,7 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, 
     assert re.search(r"^the run in .* is finished: test accuracy ", again.said(), re.M), again.said()
     other = Run("python", digits, untouched, "--lr", "0.5", "--seed", "3")
     assert other.end() == 2
-    assert re.search(r"^error: .*--lr 0.01 -> 0.5; --seed 1206 -> 3", other.said(), re.M), other.said()
+    assert re.search(r"^error: .*--lr 0.02 -> 0.5; --seed 1206 -> 3", other.said(), re.M), other.said()
     assert outcome(untouched) == before
 
 
