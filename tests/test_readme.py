@@ -9,6 +9,7 @@ import itertools
 import re
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -57,6 +58,11 @@ def check_script(path: str, flags: list[str]) -> None:
     parse_settings(flags)  # raises UserError at an unknown flag, and at a missing --config file
 
 
+def check_results(module: str, flags: list[str]) -> None:
+    """With the module's own parser; a slip would end this process."""
+    import_module(module).parse(flags)
+
+
 def check(command: str, parser: argparse.ArgumentParser) -> None:
     """Parses a launcher's command with the launcher's own parser, and the script's flags with the script's."""
     known = parser.parse_args(shlex.split(command))
@@ -77,6 +83,10 @@ def test_every_command_names_files_and_flags_that_exist(command: str, monkeypatc
             check(shlex.join(rest), get_args_parser())
         case ["python", "-m", "pytest", *files]:
             check_files(*files)
+        case ["python", "-m", module, *rest] if module.startswith("mnist_ddp.results."):
+            check_results(module, rest)
+        case ["python", "docs/picture.py", *_]:
+            check_files("docs/picture.py")
         case ["python", script, *flags]:
             check_script(script, flags)
         case ["pip", "install", "-r", file] | ["bash", file]:

@@ -57,7 +57,6 @@ def images_of(model_folder: Path) -> torch.Tensor:
     return read_table(model_folder / "images.csv").images
 
 
-@pytest.mark.slow
 def test_the_command_predicts_a_table_with_labels(finished: Finished, small_csv: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     command = f"python -m mnist_ddp.results.predict {finished.folder} {small_csv} -o {output} --mixed_precision no"
