@@ -143,7 +143,8 @@ def train(settings: Settings) -> int:
                         folder.save_model(state.average.module)
                 if not accelerator.trackers and s.log_with != "none":  # not earlier: it imports for a second
                     start_tracker(accelerator, s.log_with, Path(s.pt_path), asdict(s), first_step=epoch.step)
-                accelerator.log(epoch.metrics(), step=epoch.step)
+                logged = epoch.metrics()
+                accelerator.log(logged, step=int(logged.pop("step")))
 
         if earlier and (earlier["status"], earlier["epochs"]) == (state.status, state.epoch):
             accelerator.print(console.finished_line(earlier, s.pt_path))

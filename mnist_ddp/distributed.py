@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
+    LoggerType,
     TorchDynamoPlugin,
     broadcast_object_list,
     gather_object,
@@ -245,6 +247,8 @@ def start_accelerator(
         UserError: the launcher's WORLD_SIZE and the number of joined processes differ, the other machines could not
             reach this one, or the tracker's package is missing.
     """
+    if log_with != "none" and LoggerType(log_with) not in get_available_trackers():  # Accelerate would go on without it
+        raise UserError(f"--log_with {log_with}: needs the package {log_with}: pip install {log_with}")
     use_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if use_cpu:
         threads = _threads_per_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -270,8 +274,6 @@ def start_accelerator(
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
-    if log_with != "none" and not accelerator.log_with:  # Accelerate drops what is not installed without a word
-        raise UserError(f"--log_with {log_with}: needs the package {log_with}: pip install {log_with}")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise UserError(

@@ -58,8 +58,12 @@ def test_the_parts_are_found() -> None:
 
 
 @pytest.mark.parametrize("module", modules_of("data", "model", "results"))
-def test_data_model_and_results_know_nothing_of_each_other(module: str) -> None:
+def test_data_and_model_know_nothing_of_each_other_and_results_nothing_of_training(module: str) -> None:
     others = {"data", "model", "results", "training", "distributed", "settings", "console"} - {part_of(module)}
+    if part_of(module) == "results":  # which reads data, and loads the model
+        others -= {"data", "model"}
+    if module == "mnist_ddp.results.predict":  # which runs on as many processes as training
+        others -= {"distributed", "settings"}
     known = {part_of(name) for name in imports_of(module) if top(name) == "mnist_ddp"}
     assert not known & others
 
@@ -77,6 +81,19 @@ def test_nothing_imports_results_but_the_entry_script(module: str) -> None:
     assert not {name for name in imports_of(module) if name.startswith("mnist_ddp.results")}
 
 
+def test_the_entry_script_imports_results_once_and_after_training() -> None:
+    nodes = [node for node in ast.walk(tree_of("train_accel")) if isinstance(node, ast.ImportFrom)]
+    (found,) = (node for node in nodes if str(node.module).startswith("mnist_ddp.results"))
+    loop = next(node for node in ast.walk(tree_of("train_accel")) if isinstance(node, ast.For))
+    assert found.lineno > (loop.end_lineno or 0)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_matplotlib_is_imported_by_pictures_alone(module: str) -> None:
+    if module != "mnist_ddp.results.pictures":
+        assert "matplotlib" not in set(map(top, imports_of(module)))
+
+
 @pytest.mark.parametrize("module", SOURCES)
 def test_only_training_and_distributed_touch_collectives(module: str) -> None:
     if part_of(module) in ("training", "distributed"):
@@ -89,7 +106,8 @@ def test_only_training_and_distributed_touch_collectives(module: str) -> None:
         names |= {func.id for func in called if isinstance(func, ast.Name)}
         assert not names & COLLECTIVES
         assert "torch.distributed" not in {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-    assert "accelerate" not in set(map(top, imports_of(module))) or part_of(module) == "console"
+    # The two name its class in their signatures.
+    assert "accelerate" not in set(map(top, imports_of(module))) or module.endswith((".console", ".results.predict"))
 
 
 @pytest.mark.parametrize("module", ["mnist_ddp", *modules_of("settings", "errors")])

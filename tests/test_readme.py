@@ -9,6 +9,7 @@ import itertools
 import re
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -57,6 +58,11 @@ def check_script(path: str, flags: list[str]) -> None:
     parse_settings(flags)  # raises UserError at an unknown flag, and at a missing --config file
 
 
+def check_results(module: str, flags: list[str]) -> None:
+    """With the module's own parser; a slip would end this process."""
+    import_module(module).parse(flags)
+
+
 def check(command: str, parser: argparse.ArgumentParser) -> None:
     """Parses a launcher's command with the launcher's own parser, and the script's flags with the script's."""
     known = parser.parse_args(shlex.split(command))
@@ -73,14 +79,25 @@ def test_every_command_names_files_and_flags_that_exist(command: str, monkeypatc
             check(shlex.join(rest), launch_command_parser())
         case ["accelerate", "config", *rest]:
             get_config_parser().parse_args(rest)
+        case ["torchrun", *flags, "-m", "mnist_ddp.results.predict" as module, folder, input_, "-o", output]:
+            get_args_parser().parse_args([*flags, "-m", module])
+            check_results(module, [folder, input_, "-o", output])
         case ["torchrun", *rest]:
             check(shlex.join(rest), get_args_parser())
         case ["python", "-m", "pytest", *files]:
             check_files(*files)
+        case ["python", "-m", module, *rest] if module.startswith("mnist_ddp.results."):
+            check_results(module, rest)
+        case ["python", "docs/picture.py", *_]:
+            check_files("docs/picture.py")
+        case ["python", "-m", module, *_] if module.startswith("benchmarks."):
+            check_files(f"{module.replace('.', '/')}.py")
         case ["python", script, *flags]:
             check_script(script, flags)
         case ["pip", "install", "-r", file] | ["bash", file]:
             check_files(file)
+        case ["apt-get", "install", package]:
+            assert re.search(rf"apt-get install .*\b{package}\b", (ROOT / ".ci" / "run").read_text())
         case ["pip", "install", pin, "--index-url", _]:
             assert pin in requirements("requirements.txt")
         case ["python3", "-m", "venv", _] | ["source", ".venv/bin/activate"] | ["tensorboard", "--logdir", _]:
@@ -162,8 +179,8 @@ def requirements(file: str) -> set[str]:
 @pytest.mark.parametrize(
     ("files", "folders"),
     [
-        (("requirements.txt",), ("train_accel.py", "mnist_ddp")),
-        (("requirements.txt", "requirements-dev.txt"), ("tests",)),
+        (("requirements.txt", "requirements-export.txt"), ("train_accel.py", "mnist_ddp")),
+        (("requirements.txt", "requirements-dev.txt", "requirements-export.txt"), ("tests",)),
     ],
 )
 def test_every_package_that_is_imported_is_pinned(files: tuple[str, ...], folders: tuple[str, ...]) -> None:
@@ -182,3 +199,16 @@ def test_every_package_that_is_imported_is_pinned(files: tuple[str, ...], folder
     assert others, f"no imports found in {folders}"
     pinned = {pin.split("==")[0] for pin in pins}
     assert {PACKAGES.get(name, name) for name in others} <= pinned
+
+
+def test_only_the_export_needs_the_packages_of_the_export() -> None:
+    names = {pin.split("==")[0] for pin in requirements("requirements-export.txt")}
+    assert names
+    assert not names & {pin.split("==")[0] for pin in requirements("requirements.txt")}
+    users = [
+        path.name
+        for path in (ROOT / "mnist_ddp").rglob("*.py")
+        if re.search(rf"import ({'|'.join(names)})", path.read_text())
+    ]
+    assert users == ["export.py"]
+    assert "-r requirements-export.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()

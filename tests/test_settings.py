@@ -57,6 +57,7 @@ OTHER: dict[str, Any] = {
     "schedule": "linear",
     "resume": "never",
     "log_with": "none",
+    "push_to_hub": "me/digits",
     "gpu": "0,1",
 }
 

@@ -17,19 +17,9 @@ from mnist_ddp.results.facts import FACTS, wilson_interval
 
 # The settings that decide what was learned. Not all: a card is public, and others name files and folders.
 _TRAINING = (
-    *(
-        "width",
-        "augment",
-        "optimizer",
-        "lr",
-        "warmup_steps",
-        "momentum",
-        "weight_decay",
-        "label_smoothing",
-        "ema_decay",
-    ),
-    *("max_grad_norm", "batch_size", "gradient_accumulation_steps", "epochs", "monitor", "patience", "min_delta"),
-    *("target_accuracy", "seed"),
+    *("width", "augment", "optimizer", "lr", "warmup_steps", "schedule", "momentum", "weight_decay"),
+    *("label_smoothing", "ema_decay", "max_grad_norm", "batch_size", "gradient_accumulation_steps", "epochs"),
+    *("monitor", "patience", "min_delta", "target_accuracy", "seed"),
 )
 
 
@@ -151,7 +141,7 @@ With {versions}.
 
 ## Limits
 
-- It knows images like those that it was trained on: grey, of this size, with pixels from {_background(config)} background. Others are
+- It knows images like those that it was trained on: grey, of this size, on {_background(config)} background. Others are
   read less well, and nothing says so.
 - It names one of its classes for every image, also for one that shows none of them.
 - Its probabilities were not calibrated.

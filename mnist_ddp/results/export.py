@@ -101,14 +101,18 @@ def some_digits(size: Sequence[int]) -> Tensor:
     return resized.squeeze(1).round().clamp(0, 255).to(torch.uint8)
 
 
-def main(words: Sequence[str]) -> int:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m mnist_ddp.results.export",
         description="Write a trained model as ONNX: uint8 pixels to probabilities.",
     )
     parser.add_argument("folder", type=Path, help="run folder, such as pt/, or a folder with a model")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.onnx", help="file to write")
-    args = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    args = parse(words)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     difference = export(load_model(args.folder), args.output)
     print(f"{args.output}: differs from the model by {difference:.1e} at most on {_CHECKED} digits")

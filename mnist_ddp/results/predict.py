@@ -274,7 +274,7 @@ def write(
         raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
 
 
-def main(words: Sequence[str]) -> int:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m mnist_ddp.results.predict", description="Predict the class of each image with a trained model."
     )
@@ -293,7 +293,11 @@ def main(words: Sequence[str]) -> int:
         "--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help="as in training"
     )
     parser.add_argument("--cache_dir", default=Settings.cache_dir, help="folder that keeps parsed files; empty: none")
-    args = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    args = parse(words)
     return launch(lambda _: predict(args), Settings())
 
 

@@ -267,12 +267,16 @@ def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
-def main(args: Sequence[str]) -> int:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m mnist_ddp.results.report", description="Make the report of a run again."
     )
     parser.add_argument("folder", type=Path, help="run folder, such as pt/")
-    folder = parser.parse_args(args).folder
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    folder = parse(words).folder
     try:
         make_report(folder)
     except OSError as error:

@@ -30,7 +30,7 @@ def write_results(
     step: int,
     push_to_hub: str,
 ) -> None:
-    """Writes report.json, the model card, the report and its pictures, which it also gives to trackers; pushes the model.
+    """Writes report.json, the report, its pictures and the model card; shows trackers the pictures; pushes the model.
 
     The run's result stands whatever happens here: a failure is a warning on stderr. One process calls this.
 

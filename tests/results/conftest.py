@@ -1,6 +1,5 @@
 """One real run that leaves all that a run can leave, and what several test files look at in it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def finished(small_csv: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+def finished(small_csv: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("finished") / "run"
     command = f"python train_accel.py --mnist_file_path {small_csv} --batch_size 64 --width 4 --epochs 2"
     with hub.serve(TOKEN) as server:
@@ -34,4 +33,4 @@ def finished(small_csv: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             HF_HUB_DISABLE_XET="1",  # the stand-in takes files over plain HTTP
         )
     assert ended.status == 0, ended
-    yield Finished(ended, folder, server.repositories)
+    return Finished(ended, folder, server.repositories)

@@ -37,7 +37,6 @@ def test_it_tells_nothing_of_the_machine(finished: Finished, small_csv: Path) ->
     assert str(finished.folder.parent) not in text
 
 
-@pytest.mark.slow
 def test_its_example_loads_the_model_in_a_fresh_process(finished: Finished) -> None:
     """With the folder where the repository's name stands."""
     text = (finished.folder / "cnn" / "README.md").read_text()

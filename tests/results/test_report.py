@@ -245,7 +245,7 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
 
 
 def test_intervals_are_those_of_the_literature() -> None:
-    """L. D. Brown, T. T. Cai, A. DasGupta, "Interval estimation for a binomial proportion" (2001): symmetric, inside 0..1."""
+    """L. D. Brown, T. T. Cai, A. DasGupta, "Interval estimation for a binomial proportion" (2001)."""
     right, counts = np.array([0, 5, 10, 98]), np.array([10, 10, 10, 100])
     low, high = wilson_interval(right, counts)
     other_low, other_high = wilson_interval(counts - right, counts)

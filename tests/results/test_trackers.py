@@ -15,9 +15,9 @@ from PIL import Image
 from ranks import accelerator_of, leave_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mnist_ddp.distributed import start_tracker
 from mnist_ddp.errors import UserError
 from mnist_ddp.results.write import log_pictures
+from mnist_ddp.training.tracker import start_tracker
 
 OPTIONAL = ("trackio", "wandb", "mlflow")
 
