@@ -2,13 +2,13 @@
 
     python -m benchmarks.prediction            # some two minutes on two cores
 
-Runs `python -m mnist_ddp.check` with each number of processes. Prints, for each, the efficiency that was measured: the
-share of a training step that is left when the processes exchange nothing. Beside it stand the one predicted from latency
-and bandwidth as measured with that number of processes, and the one predicted from those of two processes alone, which is
-how a check on two machines predicts many. Writes the figures to a JSON file.
+Runs `python -m mnist_ddp.check` with each number of processes. Prints, for each, the efficiency that was measured:
+the share of a training step that is left when the processes exchange nothing. Beside it stand the one predicted from
+latency and bandwidth as measured with that number of processes, and the one predicted from those of two processes
+alone, which is how a check on two machines predicts many. Writes the figures to a JSON file.
 
-More processes than cores take turns: one that waits for the others' turns counts as inefficient, and the model, in which
-each process has a core of its own, knows nothing of it.
+More processes than cores take turns: one that waits for the others' turns counts as inefficient, and the model, in
+which each process has a core of its own, knows nothing of it.
 """
 
 import argparse
