@@ -147,7 +147,8 @@ def train(settings: Settings) -> int:
                 accelerator.log(logged, step=int(logged.pop("step")))
 
         if earlier and (earlier["status"], earlier["epochs"]) == (state.status, state.epoch):
-            accelerator.print(console.finished_line(earlier, s.pt_path))
+            if is_main:
+                print(console.finished_line(earlier, s.pt_path))
             return 0
         test = None
         if state.best_weights is not None and state.status != "preempted":

@@ -19,15 +19,16 @@ from accelerate.commands.launch import launch_command_parser
 from launching import ROOT
 from torch.distributed.run import get_args_parser
 
+from mnist_ddp.check.command import parse
 from mnist_ddp.model.convnet import ConvNet
 from mnist_ddp.settings import Settings, parse_settings
 
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "data/README.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "data/README.md", "docs/launching.md", "docs/machines.md")
 # What a command in a document starts with, where it stands in a line of text or in a table.
 PROGRAMS = ("python", "torchrun", "accelerate", "pip", "bash", "tensorboard")
 # What the name of a package on the index is, where it differs from the module's.
-PACKAGES = {"yaml": "PyYAML", "PIL": "pillow"}
+PACKAGES = {"yaml": "PyYAML", "PIL": "pillow", "kubeflow_trainer_api": "kubeflow-trainer-api"}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -39,7 +40,9 @@ def commands() -> list[str]:
     found = []
     for name in DOCUMENTS:
         text = (ROOT / name).read_text()
-        lines = [line.split("  #")[0] for block in blocks(text, "bash") for line in block.splitlines()]
+        lines = [
+            line.split("  #")[0] for block in blocks(text, "bash") for line in block.splitlines() if line[0] != "#"
+        ]
         prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
         lines += re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", prose)
         found += [part.strip() for line in lines for part in line.split("&&")]
@@ -52,6 +55,13 @@ def check_files(*paths: str | None) -> None:
 
 
 def check_script(path: str, flags: list[str]) -> None:
+    if path == "mnist_ddp.check":  # after -m
+        parse(flags)
+        return
+    check_files(path)
+    if path == "docs/by_hand.py":
+        assert flags == []
+        return
     assert path == "train_accel.py"
     if flags == ["--help"]:
         return
@@ -67,6 +77,7 @@ def check(command: str, parser: argparse.ArgumentParser) -> None:
     """Parses a launcher's command with the launcher's own parser, and the script's flags with the script's."""
     known = parser.parse_args(shlex.split(command))
     check_files(getattr(known, "config_file", None))
+    assert bool(known.module) == (known.training_script == "mnist_ddp.check")
     check_script(known.training_script, known.training_script_args)
 
 
@@ -90,8 +101,12 @@ def test_every_command_names_files_and_flags_that_exist(command: str, monkeypatc
             check_results(module, rest)
         case ["python", "docs/picture.py", *_]:
             check_files("docs/picture.py")
-        case ["python", "-m", module, *_] if module.startswith("benchmarks."):
+        case ["python", "-m", module, *flags] if module.startswith("benchmarks."):
             check_files(f"{module.replace('.', '/')}.py")
+        case ["python", "-m", module, *flags]:
+            check_script(module, flags)
+        case ["sbatch", file] | ["kubectl", "create", "-f", file]:
+            check_files(file)
         case ["python", script, *flags]:
             check_script(script, flags)
         case ["pip", "install", "-r", file] | ["bash", file]:
@@ -187,7 +202,7 @@ def test_every_package_that_is_imported_is_pinned(files: tuple[str, ...], folder
     pins = set.union(*map(requirements, files))
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins), pins
     sources = [path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*.py")] if path.is_file()]
-    ours = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"mnist_ddp", "train_accel"}
+    ours = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"mnist_ddp", "train_accel", "benchmarks"}
     imported = set()
     for source in sources:
         for node in ast.walk(ast.parse(source.read_text())):
