@@ -83,7 +83,6 @@ def ours(digits: ImageSet, *, synchronised: bool = True, wait: list[float] | Non
         optimizer="adamw",
         lr=LR,
         warmup_steps=0,
-        decay_steps=0,
         momentum=0.9,
         weight_decay=0.01,
         ema_decay=0.95,

@@ -51,7 +51,6 @@ def losses_on(device: str, steps: int, mixed_precision: str = "no", sync_debug: 
                 optimizer="adamw",
                 lr=1e-3,
                 warmup_steps=0,
-                decay_steps=0,
                 momentum=0.9,
                 weight_decay=0.01,
                 ema_decay=0.95,

@@ -90,7 +90,6 @@ def train_together(accelerator: Accelerator, images: ImageSet, *, width: int, se
         optimizer="sgd",
         lr=_LR,
         warmup_steps=0,
-        decay_steps=0,
         momentum=0.9,
         weight_decay=0.0,
         ema_decay=0.0,

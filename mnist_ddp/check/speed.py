@@ -87,7 +87,6 @@ def new_state(accelerator: Accelerator, images: ImageSet, s: Settings) -> Traini
         optimizer=s.optimizer,
         lr=s.lr,
         warmup_steps=s.warmup_steps,
-        decay_steps=0,
         momentum=s.momentum,
         weight_decay=s.weight_decay,
         ema_decay=s.ema_decay,
@@ -104,9 +103,7 @@ def _state_without_group(accelerator: Accelerator, images: ImageSet, s: Settings
     # evaluation_mode leaves DDP out and mixed precision in.
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     stopper = EarlyStopping(s.monitor, s.patience, s.min_delta)
-    return TrainingState(
-        model, prepared, average, accelerator.prepare_optimizer(built), stopper, s.lr, s.warmup_steps, 0
-    )
+    return TrainingState(model, prepared, average, accelerator.prepare_optimizer(built), stopper, s.lr, s.warmup_steps)
 
 
 def _time_alone(accelerator: Accelerator, state: TrainingState, batches: Iterator[Batch]) -> tuple[Speed, int]:

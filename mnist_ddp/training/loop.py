@@ -181,6 +181,7 @@ def fit(
 
         state.epoch += 1
         improved = state.stopper.update(val.accuracy, val.loss)
+        state.end_epoch(improved)
         if improved:
             state.best_epoch, state.best_val_accuracy = state.epoch, val.accuracy
             state.best_weights = {name: t.detach().clone() for name, t in state.average.module.state_dict().items()}

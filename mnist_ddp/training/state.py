@@ -14,6 +14,8 @@ from mnist_ddp.training.checkpoint import Snapshot
 from mnist_ddp.training.early_stopping import EarlyStopping
 from mnist_ddp.training.evaluation import Evaluation
 
+_PLATEAU_EPOCHS, _PLATEAU_FACTOR = 2, 0.3
+
 Status = Literal["early_stopped", "finished", "target_reached", "diverged", "preempted"]
 
 
@@ -30,6 +32,8 @@ class TrainingState:
         peak_lr: learning rate after the warm-up.
         warmup_steps: over which it rises linearly to there.
         decay_steps: by which it has fallen linearly to 0, counted from the start; 0 for never.
+        plateau: whether it falls when the stopper sees no improvement.
+        plateau_factor: by which it has fallen so.
         epoch: epochs that are complete.
         step: optimizer steps taken, skipped ones not counted.
         best_weights: state_dict of the average at the best epoch.
@@ -48,7 +52,9 @@ class TrainingState:
     stopper: EarlyStopping
     peak_lr: float
     warmup_steps: int
-    decay_steps: int
+    decay_steps: int = 0
+    plateau: bool = False
+    plateau_factor: float = 1.0
     epoch: int = 0
     step: int = 0
     best_weights: dict[str, Tensor] | None = None
@@ -61,12 +67,17 @@ class TrainingState:
 
     def set_learning_rate(self) -> None:
         """Sets the rate of the step to come: a function of the steps taken, so a skipped step does not move it."""
-        rate = self.peak_lr * min(1.0, (self.step + 1) / (self.warmup_steps + 1))
+        rate = self.peak_lr * self.plateau_factor * min(1.0, (self.step + 1) / (self.warmup_steps + 1))
         if self.decay_steps:
             left = (self.decay_steps - self.step) / max(1, self.decay_steps - self.warmup_steps)
             rate = min(rate, self.peak_lr * max(0.0, left))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    def end_epoch(self, improved: bool) -> None:
+        """Lowers the rate for what follows after every second epoch in a row without improvement."""
+        if self.plateau and not improved and self.stopper.epochs_without_improvement % _PLATEAU_EPOCHS == 0:
+            self.plateau_factor *= _PLATEAU_FACTOR
 
     def result(self, test: Evaluation | None) -> dict[str, Any]:
         """What became of the training, for result.json.
@@ -116,6 +127,7 @@ class TrainingState:
                 "best_val_accuracy": self.best_val_accuracy,
                 "history": self.history,
                 "stopper": self.stopper.state_dict(),
+                "plateau_factor": self.plateau_factor,
                 "param_groups": optimizer["param_groups"],
                 "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
             },
@@ -147,7 +159,7 @@ class TrainingState:
         self.stopper.load_state_dict(values["stopper"])
         self.epoch, self.samples_done, self.step = values["epoch"], values["samples_done"], values["step"]
         self.best_epoch, self.best_val_accuracy = values["best_epoch"], values["best_val_accuracy"]
-        self.history = values["history"]
+        self.history, self.plateau_factor = values["history"], values["plateau_factor"]
         sums = values["loss_sums"]
         if len(sums) == accelerator.num_processes:  # each goes on with its own: bit for bit the uninterrupted sum
             mine = sums[accelerator.process_index]
@@ -164,10 +176,11 @@ def start_training(
     optimizer: Literal["sgd", "adamw"],
     lr: float,
     warmup_steps: int,
-    decay_steps: int,
     momentum: float,
     weight_decay: float,
     ema_decay: float,
+    schedule: Literal["plateau", "constant", "linear"] = "constant",
+    decay_steps: int = 0,
 ) -> TrainingState:
     """The state before the first step: BatchNorm synchronised, model and optimizer prepared, average like the model.
 
@@ -177,7 +190,8 @@ def start_training(
         stopper: early stopping.
         optimizer, lr, momentum, weight_decay: see `build_optimizer`.
         warmup_steps: over which the learning rate rises linearly to `lr`.
-        decay_steps: by which it has fallen linearly to 0, counted from the start; 0 for a constant rate.
+        schedule: of the rate after that: falls with each plateau of the monitored value, stays, or falls linearly.
+        decay_steps: steps of the whole run, by which a linear schedule reaches 0.
         ema_decay: share of the average that is kept at each step, 0 to 1; 0 makes the average the model itself.
     """
     # The order matters: DDP wraps what it finds, and prepare may move tensors and wrap forward.
@@ -197,7 +211,17 @@ def start_training(
     # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
     prepared_model.broadcast_buffers = False
     average = WeightAverage(averaged, model, ema_decay)
-    return TrainingState(model, prepared_model, average, prepared_optimizer, stopper, lr, warmup_steps, decay_steps)
+    return TrainingState(
+        model,
+        prepared_model,
+        average,
+        prepared_optimizer,
+        stopper,
+        lr,
+        warmup_steps,
+        decay_steps if schedule == "linear" else 0,
+        schedule == "plateau",
+    )
 
 
 def build_optimizer(
