@@ -2,7 +2,7 @@
 
     python docs/picture.py pt/report.html docs/report.png
 
-Needs chromium. The picture is that of the page's upper part on a screen of 1,100 pixels, in 64 colours.
+Needs chromium. The picture is that of the page's upper part on a screen of 1,100 pixels, in 256 colours.
 """
 
 import subprocess
@@ -24,7 +24,9 @@ def main(report: str, picture: str) -> None:
         command = ["chromium", *flags.split(), *own, Path(report).resolve().as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         with Image.open(page) as image:
-            image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(picture, optimize=True)
+            image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+                picture, optimize=True
+            )
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def sentence(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         return f"A signal stopped it in epoch {epochs + 1}{so_far}. The same command goes on from there."
     why = {
         "early_stopped": f"training stopped after {_count(epochs, 'epoch')}, because validation {settings['monitor']} "
-        f"had not improved for {settings['patience']}",
+        f"had not improved for {_count(settings['patience'], 'epoch')}",
         "finished": f"training ran all {_count(epochs, 'epoch')}",
         "target_reached": f"training stopped after {_count(epochs, 'epoch')}, because validation accuracy reached "
         f"{settings['target_accuracy']:.2%}",
@@ -178,7 +178,9 @@ def _page(
             _chart(drawn["classes.png"], "Accuracy on the test images of each class"),
         ]
         parts += ["<h2>Test images by class</h2>", _grid(charts, single=count > 20)]
-        parts += ["<h2>The most confident mistakes</h2>", _mistakes(facts["mistakes"], facts["class_names"])]
+        shown, total = len(facts["mistakes"]), sum(map(sum, facts["confusion"])) - int(np.trace(facts["confusion"]))
+        heading = f"The {shown} most confident of {total:,} mistakes" if shown < total else "All mistakes"
+        parts += [f"<h2>{heading}</h2>", _mistakes(facts["mistakes"], facts["class_names"])]
     parts += ["<h2>The run</h2>", *_what_was_run(result, facts, drawn.get("throughput.png"))]
     body = "\n".join(parts)
     return f"""<!doctype html>

@@ -80,6 +80,8 @@ def test_a_run_leaves_a_report_and_pictures(finished: Finished) -> None:
     assert "weight_decay" not in words, "it has its default"
     assert f"torch {torch.__version__}" in words
     assert "1 process on CPU" in words
+    total = 40 - round(result["test_accuracy"] * 40)
+    assert (f"The 25 most confident of {total} mistakes" if total > 25 else "All mistakes") in words
     for name in PICTURES:
         with Image.open(finished.folder / "pictures" / f"{name}.png") as picture:
             assert np.asarray(picture.convert("L")).std() > 5, f"{name} is blank"
@@ -175,7 +177,7 @@ def test_a_browser_would_tell_of_a_fault(tmp_path: Path) -> None:
     [
         (
             {"status": "early_stopped", "epochs": 9, "best_epoch": 2},
-            "training stopped after 9 epochs, because validation accuracy had not improved for 5.",
+            "training stopped after 9 epochs, because validation accuracy had not improved for 5 epochs.",
         ),
         (
             {"status": "target_reached", "epochs": 1},

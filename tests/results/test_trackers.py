@@ -91,7 +91,8 @@ def test_other_trackers_go_on_in_the_same_run(name: str, tmp_path: Path, monkeyp
         pytest.skip(f"{name} is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no other store
     monkeypatch.chdir(tmp_path)
     first = log(name, tmp_path, 10)
     assert first["tracker"] == name
