@@ -103,7 +103,7 @@ class Settings:
     warmup_steps: int = 15
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["plateau", "constant", "linear"] = "plateau"
-    """The learning rate after the warm-up. plateau: x 0.3 after every 2 epochs in a row without improvement. linear:
+    """The learning rate after the warm-up. plateau: x 0.3 after every 3 epochs in a row without improvement. linear:
     falls to 0 by the last of --epochs."""
     momentum: float = 0.9
     """Momentum of sgd, beta1 of adamw, 0 to 1."""

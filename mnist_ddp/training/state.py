@@ -14,7 +14,7 @@ from mnist_ddp.training.checkpoint import Snapshot
 from mnist_ddp.training.early_stopping import EarlyStopping
 from mnist_ddp.training.evaluation import Evaluation
 
-_PLATEAU_EPOCHS, _PLATEAU_FACTOR = 2, 0.3
+_PLATEAU_EPOCHS, _PLATEAU_FACTOR = 3, 0.3
 
 Status = Literal["early_stopped", "finished", "target_reached", "diverged", "preempted"]
 
@@ -75,7 +75,7 @@ class TrainingState:
             group["lr"] = rate
 
     def end_epoch(self, improved: bool) -> None:
-        """Lowers the rate for what follows after every second epoch in a row without improvement."""
+        """Lowers the rate for what follows after every third epoch in a row without improvement."""
         if self.plateau and not improved and self.stopper.epochs_without_improvement % _PLATEAU_EPOCHS == 0:
             self.plateau_factor *= _PLATEAU_FACTOR
 
