@@ -60,7 +60,7 @@ def main() -> int:
                 "processes": processes,
                 "measured": speed["efficiency"],
                 "predicted": speed["predicted_efficiency"],
-                "predicted_from_two": link.efficiency(traffic, processes, speed["compute_step_seconds"]),
+                "predicted_from_two": link.efficiency(traffic, processes, speed["compute_steps_seconds"]),
             }
         )
         print("{processes:9}  {measured:8.1%}  {predicted:9.1%}  {predicted_from_two:9.1%}".format(**figures[-1]))

@@ -18,7 +18,7 @@ from ranks import accelerator_of, run_ranks
 
 from mnist_ddp.check import network, parity, rows, speed
 from mnist_ddp.check.command import parse
-from mnist_ddp.check.network import Link, Traffic
+from mnist_ddp.check.network import Link, Traffic, mean_of_slowest
 from mnist_ddp.check.rows import Row
 from mnist_ddp.errors import UserError
 from mnist_ddp.model.convnet import ConvNet
@@ -233,4 +233,13 @@ def test_the_prediction_is_that_of_a_ring() -> None:
     # Four: six messages of 2,000, and three each of 1,000 and 3,000.
     assert link.seconds_per_step(traffic, 4) == pytest.approx(6 * (1e-3 + 2e-3) + 3 * (1e-3 + 1e-3) + 3 * (1e-3 + 3e-3))
     assert link.seconds_per_step(traffic, 1) == 0
-    assert link.efficiency(traffic, 2, compute_seconds=0.048) == pytest.approx(0.75)
+    assert link.efficiency(traffic, 2, compute_seconds=[0.048]) == pytest.approx(0.75)
+
+
+def test_the_slowest_of_more_processes_is_slower() -> None:
+    # Two draws from 1 and 3: 1 in a quarter of the cases, else 3.
+    assert mean_of_slowest([3.0, 1.0], 2) == pytest.approx(2.5)
+    assert mean_of_slowest([3.0, 1.0], 1) == pytest.approx(2.0)
+    assert mean_of_slowest([3.0, 1.0], 1024) == pytest.approx(3.0)
+    free = Link(alpha=0.0, beta=1e30)
+    assert free.efficiency(Traffic((), 1), 2, compute_seconds=[3.0, 1.0]) == pytest.approx(2.0 / 2.5)

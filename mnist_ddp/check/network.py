@@ -9,7 +9,7 @@ latency and beta the bandwidth of the slowest link. On a ring of N processes
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4;
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). Gloo reduces and
 gathers on a ring. NCCL takes a tree over many nodes, whose latency grows with log N: there the prediction is a lower
-bound.
+bound. All wait for the slowest, and the more there are, the slower it is: see `mean_of_slowest`.
 """
 
 import math
@@ -67,17 +67,29 @@ class Link:
         reduce = 2 * (N - 1) * self.alpha + 2 * (N - 1) / N * traffic.reduced / self.beta
         return reduce + sum((N - 1) * self.alpha + (N - 1) * size / self.beta for size in traffic.gathered)
 
-    def efficiency(self, traffic: Traffic, processes: int, compute_seconds: float) -> float:
-        """Share of a step in which the processes compute, 0 to 1.
+    def efficiency(self, traffic: Traffic, processes: int, compute_seconds: Sequence[float]) -> float:
+        """Share of a step in which a process computes, 0 to 1; the rest it exchanges, or waits for the slowest.
 
         Nothing overlaps: BatchNorm waits for its sums, and the one bucket of gradients is complete with the last one.
 
         Args:
             traffic: of a step.
             processes: world size.
-            compute_seconds: of a step without communication, on the slowest process.
+            compute_seconds: durations of single steps without communication, of all processes that were measured.
         """
-        return compute_seconds / (compute_seconds + self.seconds_per_step(traffic, processes))
+        mean = sum(compute_seconds) / len(compute_seconds)
+        return mean / (mean_of_slowest(compute_seconds, processes) + self.seconds_per_step(traffic, processes))
+
+
+def mean_of_slowest(seconds: Sequence[float], processes: int) -> float:
+    """Expected largest of `processes` durations, drawn at random from those measured.
+
+    (k / n)^N is the chance that N draws are all among the k smallest of n: David and Nagaraja, "Order Statistics"
+    (2003), section 2.1.
+    """
+    n = len(seconds)
+    chances = [(k / n) ** processes for k in range(n + 1)]
+    return sum(value * (chances[k + 1] - chances[k]) for k, value in enumerate(sorted(seconds)))
 
 
 def all_reduce_seconds(size: int, device: torch.device) -> float:

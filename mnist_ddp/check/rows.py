@@ -254,8 +254,9 @@ def _speed_rows(accelerator: Accelerator, images: ImageSet, s: Settings) -> Iter
     """Speed, waiting for data, network and prediction, which build on each other."""
     N, device = accelerator.num_processes, accelerator.device
     speeds = measure_speeds(accelerator, images, s)
-    # The slowest counts: the others wait for it.
-    compute, step = (max(gather_object([value.step_seconds])) for value in (speeds.beside, speeds.together))
+    durations: list[float] = gather_object(speeds.beside.steps)
+    compute = sum(durations) / len(durations)
+    step = max(gather_object([speeds.together.step_seconds]))
     traffic = Traffic.of(model_of(images, width=s.width, seed=s.seed))
     link: Link | None = None
     if N > 1:
@@ -296,13 +297,14 @@ def _speed_rows(accelerator: Accelerator, images: ImageSet, s: Settings) -> Iter
             "images_per_second_all": rate_all,
             "alone_step_seconds": speeds.alone.step_seconds,
             "compute_step_seconds": compute,
+            "compute_steps_seconds": durations,
             "step_seconds": step,
             "efficiency": efficiency,
             "efficiency_of_one_alone": of_machine,
         }
         if link is None:
             return True, text, figures
-        expected = link.efficiency(traffic, N, compute)
+        expected = link.efficiency(traffic, N, durations)
         text += (
             f", {rate_all:,.0f} with {N}: {of_machine:.0%} of {N} times one alone, {efficiency:.0%} of what the {N} "
             f"reach without exchanging (predicted {expected:.0%})"
@@ -325,7 +327,7 @@ def _speed_rows(accelerator: Accelerator, images: ImageSet, s: Settings) -> Iter
         ),
     )
     if link is not None:
-        predicted = {n: link.efficiency(traffic, n, compute) for n in world_sizes()}
+        predicted = {n: link.efficiency(traffic, n, durations) for n in world_sizes()}
         yield on_all(
             "prediction",
             "",

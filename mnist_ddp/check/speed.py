@@ -3,7 +3,6 @@
 import copy
 import time
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -24,18 +23,33 @@ from mnist_ddp.training.state import TrainingState, build_optimizer, start_train
 _WARM_UP_STEPS = 3
 _SECONDS_EACH = 1.5
 _MOST_STEPS = 100
+_TURNS = 4
 
 
 class Speed(NamedTuple):
     """Of one process.
 
     Attributes:
-        step_seconds: mean duration of a training step.
-        wait_share: of that time, spent waiting for the next batch, 0 to 1.
+        steps: durations of single training steps, in seconds.
+        waits: of each, the seconds spent waiting for the next batch.
     """
 
-    step_seconds: float
-    wait_share: float
+    steps: list[float]
+    waits: list[float]
+
+    def add(self, more: "Speed") -> None:
+        self.steps.extend(more.steps)
+        self.waits.extend(more.waits)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean duration of a step."""
+        return sum(self.steps) / len(self.steps)
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time that was spent waiting for batches, 0 to 1."""
+        return sum(self.waits) / sum(self.steps)
 
 
 class Speeds(NamedTuple):
@@ -67,10 +81,17 @@ def measure_speeds(accelerator: Accelerator, images: ImageSet, s: Settings) -> S
     by_itself = _state_without_group(accelerator, images, s)
     own = _endless(loaders.train)
     alone, steps = on_main(lambda: _time_alone(accelerator, by_itself, own))
-    beside = _time_steps(accelerator, by_itself, own, steps)
-    shared = _endless(accelerator.prepare(loaders.train))
-    accelerator.wait_for_everyone()
-    return Speeds(alone, beside, _time_steps(accelerator, new_state(accelerator, images, s), shared, steps))
+    shared, of_all = new_state(accelerator, images, s), _endless(accelerator.prepare(loaders.train))
+    beside, together = Speed([], []), Speed([], [])
+    # In turns: other work on the machine, which comes and goes, then falls on both alike.
+    for turn in range(_TURNS + 1):
+        for state, batches, speed in ((by_itself, own, beside), (shared, of_all, together)):
+            accelerator.wait_for_everyone()
+            if turn == 0:
+                _time_steps(accelerator, state, batches, _WARM_UP_STEPS)
+            else:
+                speed.add(_time_steps(accelerator, state, batches, max(2, steps // _TURNS)))
+    return Speeds(alone, beside, together)
 
 
 def _endless(loader: DataLoader[Batch]) -> Iterator[Batch]:
@@ -107,7 +128,8 @@ def _state_without_group(accelerator: Accelerator, images: ImageSet, s: Settings
 
 
 def _time_alone(accelerator: Accelerator, state: TrainingState, batches: Iterator[Batch]) -> tuple[Speed, int]:
-    """The speed, and for how many steps to measure it."""
+    """The speed, and for how many steps to measure the others."""
+    _time_steps(accelerator, state, batches, _WARM_UP_STEPS)
     trial = _time_steps(accelerator, state, batches, 2)
     steps = int(min(max(_SECONDS_EACH / trial.step_seconds, 5), _MOST_STEPS))
     return _time_steps(accelerator, state, batches, steps), steps
@@ -115,15 +137,13 @@ def _time_alone(accelerator: Accelerator, state: TrainingState, batches: Iterato
 
 def _time_steps(accelerator: Accelerator, state: TrainingState, batches: Iterator[Batch], steps: int) -> Speed:
     state.model.train()
-    for batch in islice(batches, _WARM_UP_STEPS):
-        train_step(accelerator, state, batch, label_smoothing=0.1, max_grad_norm=0.0)
     synchronize(accelerator.device)
-    started, waited = time.perf_counter(), 0.0
+    speed = Speed([], [])
     for _ in range(steps):
         asked = time.perf_counter()
         batch = next(batches)
-        waited += time.perf_counter() - asked
+        speed.waits.append(time.perf_counter() - asked)
         train_step(accelerator, state, batch, label_smoothing=0.1, max_grad_norm=0.0)
-    synchronize(accelerator.device)
-    seconds = time.perf_counter() - started
-    return Speed(seconds / steps, waited / seconds)
+        synchronize(accelerator.device)
+        speed.steps.append(time.perf_counter() - asked)
+    return speed
