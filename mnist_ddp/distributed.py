@@ -45,6 +45,8 @@ T = TypeVar("T")
 # How long a process that lost its peers waits before it speaks: the launcher ends it within a second of the peer's own
 # exit, so that only the process at fault is heard.
 _PEER_GRACE_SECONDS = 6.0
+# For how long each of the parent's three steps lets the other processes end. Shorter than `wait_for_first_speaker`.
+_SPAWN_GRACE_SECONDS = 0.5
 # How long it waits for the answer of a store whose machine may be gone.
 _STORE_SECONDS = 4.0
 # Share of --timeout_seconds after which a collective gives up: its process can then name the one that is stuck before
@@ -134,7 +136,8 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
         logging.ERROR
     )  # it would report each process that it ends
     try:
-        while not context.join(grace_period=_PEER_GRACE_SECONDS):  # then SIGKILL: one that is stuck ignores SIGTERM
+        # When one has failed, the others may end by themselves, then get SIGTERM, then SIGKILL.
+        while not context.join(grace_period=_SPAWN_GRACE_SECONDS):
             pass
     except mp.ProcessExitedException as error:
         if received and error.exit_code < 0:  # before training, where there was nothing to save

@@ -1,23 +1,11 @@
 """One real run that leaves all that a run can leave, and what several test files look at in it."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import hub
 import pytest
-from launching import Ended, run
-
-TOKEN = "hf_aTokenThatMustNotBeWritten"
-REPOSITORY = "me/digits"
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run of two epochs on 320 / 40 / 40 digits that has ended, and pushed its model to a stand-in of the Hub."""
-
-    ended: Ended
-    folder: Path
-    repositories: dict[str, dict[str, bytes]]
+from finished import REPOSITORY, TOKEN, Finished
+from launching import run
 
 
 @pytest.fixture(scope="session")

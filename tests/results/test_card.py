@@ -11,7 +11,7 @@ from pathlib import Path
 
 import hub
 import pytest
-from conftest import REPOSITORY, TOKEN, Finished
+from finished import REPOSITORY, TOKEN, Finished
 from huggingface_hub import ModelCard
 from launching import ROOT
 

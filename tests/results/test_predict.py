@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Finished
+from finished import Finished
 from launching import run
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from browser import needs_chromium, screenshot, visit
-from conftest import Finished
+from finished import Finished
 from launching import ROOT, run
 from PIL import Image
 

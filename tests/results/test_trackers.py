@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished
+from finished import Finished
 from PIL import Image
 from ranks import accelerator_of, leave_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
