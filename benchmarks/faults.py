@@ -203,7 +203,9 @@ def kill_trials(scratch: Path, digits: Path, trials: int, results: list[bool]) -
                 assert got == expected, "weights, metrics or result differ from the run that was left alone"
 
 
-def check_signal(launcher: str, target: str, number: signal.Signals, moment: str, digits: Path, folder: Path) -> None:
+def check_signal(
+    launcher: str, target: str, number: signal.Signals, moment: str, digits: Path, folder: Path, go_on: bool = True
+) -> None:
     """A stop signal saves and ends all processes in 5 s, and the next start goes on.
 
     Args:
@@ -213,6 +215,7 @@ def check_signal(launcher: str, target: str, number: signal.Signals, moment: str
         moment: what the run has printed when the signal is sent.
         digits: the CSV to train on.
         folder: the run folder.
+        go_on: whether to try the next start.
 
     Raises:
         AssertionError: it does not.
@@ -232,6 +235,8 @@ def check_signal(launcher: str, target: str, number: signal.Signals, moment: str
     assert "Traceback" not in run.said() or not own, run.said()
     assert json.loads((folder / "result.json").read_text())["status"] == "preempted"
     epochs = len((folder / "metrics.jsonl").read_text().splitlines())
+    if not go_on:
+        return
     again = Run(launcher, digits, folder, "--epochs", str(epochs + 1), "--patience", "1000")
     assert again.end() == 0, again.said()
     assert "resumed after" in again.said(), again.said()

@@ -53,6 +53,8 @@ _STORE_SECONDS = 4.0
 # the watchdog of that one ends the run.
 _COLLECTIVE_SHARE = 0.8
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Those that this process has had while `training.signals` handled them.
+stop_signals_received: set[int] = set()
 
 
 # ---- starting processes
@@ -173,10 +175,12 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
         if isinstance(error, UserError):
             raise
         if not _lost_peer(error):
-            wait_for_first_speaker()
+            wait_for_first_speaker(1.5)  # less than after a UserError: the first one leaves without a teardown
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)  # at once: tearing a broken process group down can wait for the others
+        if stop_signals_received:  # the launcher is ending this process, and the peer at fault has spoken
+            return 1
         rank = os.environ.get("RANK", "0")
         if "timed out" in str(error).lower():
             for silent in _silent_ranks(rank):

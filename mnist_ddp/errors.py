@@ -14,13 +14,13 @@ class UserError(ValueError):
     """
 
 
-def wait_for_first_speaker() -> None:
+def wait_for_first_speaker(seconds: float = 3.0) -> None:
     """Lets the first process of this machine report an error that all of them may have met.
 
     The launcher ends the others as soon as the first has left. One that is alone with its error goes on after the wait.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(3)
+        time.sleep(seconds)
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_signal_to_any_process_saves_and_stops_all(
     launcher: str, target: str, number: signal.Signals, digits: Path, folder: Path
 ) -> None:
-    check_signal(launcher, target, number, "epoch   2", digits, folder)
+    check_signal(launcher, target, number, "epoch   2", digits, folder, go_on=launcher == "torchrun")
 
 
 def test_a_killed_run_ends_bit_for_bit_like_the_untouched_one(untouched: Path, digits: Path, folder: Path) -> None:
@@ -118,12 +118,9 @@ def test_a_second_interrupt_ends_at_once(digits: Path, folder: Path, tmp_path: P
         run.end()
 
 
-@pytest.mark.parametrize("function", ["train_step", "evaluate"])
-def test_a_process_that_hangs_is_named_with_its_stack(
-    function: str, digits: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_hangs_is_named_with_its_stack(digits: Path, folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(HANGS.format(function=function, rank=1))
+    script.write_text(HANGS.format(function="evaluate", rank=1))
     run = Run("torchrun", digits, folder, "--timeout_seconds", "6", script=script)
     try:
         assert run.wait_for("hanging"), run.said()
@@ -132,7 +129,7 @@ def test_a_process_that_hangs_is_named_with_its_stack(
         assert time.monotonic() - started < 6 + 15  # the timeout, the end of the others, torchrun's own
     finally:
         run.end()
-    assert "error: rank 1 is stuck" in run.said(), run.said()
+    assert "error: rank 1 is stuck or out of reach" in run.said(), run.said()
     assert "in hang_here" in run.said(), run.said()
 
 
@@ -146,7 +143,7 @@ def test_a_process_that_is_suspended_is_named_and_killed(digits: Path, folder: P
         assert time.monotonic() - started < 6 + 20
     finally:
         run.end()
-    assert "error: rank 1 is stuck" in run.said(), run.said()
+    assert "error: rank 1 is stuck or out of reach" in run.said(), run.said()
 
 
 def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:

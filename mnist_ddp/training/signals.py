@@ -8,6 +8,8 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
+from mnist_ddp.distributed import stop_signals_received
+
 # Seconds between two agreements. Half of it is how long a signal waits on average; a reduction of some 0.5 ms in it is
 # the whole cost.
 _INTERVAL_SECONDS = 0.5
@@ -26,7 +28,7 @@ class StopSignals:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.agreed: signal.Signals | None = None
-        self._received: set[int] = set()
+        stop_signals_received.clear()
         self._first_interrupt_time = 0.0
         self._steps_between = 1
         self._steps_left = 1
@@ -37,11 +39,11 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         # A launcher passes on the Ctrl-C that its processes have had from the terminal too: that one is not a second.
-        if number == signal.SIGINT and signal.SIGINT in self._received and now - self._first_interrupt_time > 1:
+        if number == signal.SIGINT and signal.SIGINT in stop_signals_received and now - self._first_interrupt_time > 1:
             os._exit(128 + number)
-        if number == signal.SIGINT and signal.SIGINT not in self._received:
+        if number == signal.SIGINT and signal.SIGINT not in stop_signals_received:
             self._first_interrupt_time = now
-        self._received.add(number)
+        stop_signals_received.add(number)
 
     def step(self) -> bool:
         """Counts one step of training or evaluation; True, on all processes alike, once they have agreed to stop."""
@@ -58,7 +60,7 @@ class StopSignals:
 
     def _reduce(self) -> None:
         now = time.monotonic()
-        flags = [float(number in self._received) for number in _SIGNALS]
+        flags = [float(number in stop_signals_received) for number in _SIGNALS]
         mine = torch.tensor([*flags, now - self._last_time], dtype=torch.float32, device=self.accelerator.device)
         *raised, seconds = self.accelerator.reduce(mine, reduction="sum").tolist()
         seconds = max(seconds / self.accelerator.num_processes, 1e-6)
