@@ -50,7 +50,7 @@ class Checkpoints:
     """The checkpoints of a run, newest few kept. One process writes them.
 
     Args:
-        folder: is created with the first checkpoint.
+        folder: is created with the first checkpoint, in a folder that must exist.
         keep: how many to keep, 1 or more.
     """
 
@@ -77,7 +77,8 @@ class Checkpoints:
             return
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         try:
-            temporary.mkdir(parents=True)
+            self.folder.mkdir(exist_ok=True)
+            temporary.mkdir()
             for name, content in contents.items():
                 with open(temporary / name, "wb") as file:
                     file.write(content)
@@ -88,6 +89,10 @@ class Checkpoints:
             sync_folder(self.folder)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if not self.folder.parent.exists():
+                raise UserError(
+                    f"the run folder {self.folder.parent} is gone: moved or removed during the run"
+                ) from error
             raise UserError(
                 f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact, the next start "
                 "resumes from the newest"
