@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from benchmarks.faults import Run, check_signal, killed_run, outcome, write_digits
-from mnist_ddp.training.checkpoint import Checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -184,18 +183,6 @@ def test_two_runs_in_one_folder_are_refused(under_way: Run, digits: Path, folder
     under_way.kill_all()
     third = Run("python", digits, folder)  # the lock has died with its process
     assert third.end() == 0, third.said()
-
-
-def test_a_folder_removed_during_the_run_is_told(under_way: Run, folder: Path) -> None:
-    subprocess.run(["rm", "-rf", str(folder / "checkpoints")], check=True, timeout=20)
-    under_way.wait_for("epoch   5")
-    folder.rename(folder.with_name("moved"))
-    assert under_way.process.wait(30) == 2, under_way.said()
-    assert re.search(rf"^error: the run folder {folder} is gone", under_way.said(), re.M), under_way.said()
-    assert "Traceback" not in under_way.said(), under_way.said()
-    snapshot, damaged = Checkpoints(folder.with_name("moved") / "checkpoints", keep=2).newest()
-    assert snapshot
-    assert not damaged
 
 
 def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, digits: Path) -> None:

@@ -157,6 +157,18 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True, timeout=20)
 
 
+def test_a_folder_that_is_gone_is_told_and_not_made_anew(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)
+    checkpoints.save(snapshot(1))
+    run.rename(moved)
+    with pytest.raises(UserError, match=rf"^the run folder {run} is gone"):
+        checkpoints.save(snapshot(2))
+    assert not run.exists()
+    assert same(Checkpoints(moved / "checkpoints", keep=2).newest()[0], snapshot(1))
+
+
 def test_values_survive_json(tmp_path: Path) -> None:
     values = {"epoch": 1, "samples_done": 0, "loss": 0.1 + 0.2, "best": float("-inf")}
     Checkpoints(tmp_path, keep=1).save(Snapshot({"x": torch.zeros(1)}, values))
