@@ -37,7 +37,7 @@ from accelerate.utils import (
 from torch import Tensor
 from tqdm import tqdm
 
-from mnist_ddp.errors import UserError, exit_with_one_line, wait_for_first_speaker
+from mnist_ddp.errors import UserError, exit_with_one_line, stop_signals_received, wait_for_first_speaker
 from mnist_ddp.settings import Settings
 
 T = TypeVar("T")
@@ -53,8 +53,6 @@ _STORE_SECONDS = 4.0
 # the watchdog of that one ends the run.
 _COLLECTIVE_SHARE = 0.8
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Those that this process has had while `training.signals` handled them.
-stop_signals_received: set[int] = set()
 
 
 # ---- starting processes

@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Iterator
 
+# Stop signals that this process has had while training handled them: its launcher may be ending it.
+stop_signals_received: set[int] = set()
+
 
 class UserError(ValueError):
     """A mistake in the input, the settings or the surroundings of a run.

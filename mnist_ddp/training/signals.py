@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
-from mnist_ddp.distributed import stop_signals_received
+from mnist_ddp.errors import stop_signals_received
 
 # Seconds between two agreements. Half of it is how long a signal waits on average; a reduction of some 0.5 ms in it is
 # the whole cost.

@@ -115,11 +115,15 @@ def test_fp32_processes_match_one(splits: Splits) -> None:
 
 @pytest.mark.slow
 def test_fp32_processes_match_one_with_the_default_recipe(splits: Splits) -> None:
-    """Its rate is twenty times as high: rounding of 1e-7 has grown to 1e-4 after four steps. In float64 it has not."""
+    """Its rate is twenty times as high, and rounding grows as much faster: seen were 1.3e-5 after one step, 2e-3 after
+    four.
+
+    In float64 the same comparison stays at 1e-9, see below.
+    """
     (expected,) = run_ranks(train, 1, splits, settings(1), torch.float32, 5)
     for processes in (2, 3, 4):
         for rank in run_ranks(train, processes, splits, settings(processes), torch.float32, 5):
-            assert rank.losses[:2] == pytest.approx(expected.losses[:2], rel=0, abs=1e-5)
+            assert rank.losses[:2] == pytest.approx(expected.losses[:2], rel=0, abs=1e-4)
             assert rank.losses == pytest.approx(expected.losses, rel=0, abs=1e-2)
 
 
