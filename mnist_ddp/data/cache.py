@@ -103,7 +103,7 @@ def _write(parse: Callable[[IO[bytes]], Contents], path: Path, key: str) -> None
             images = pa.FixedSizeBinaryArray.from_buffers(pa.binary(num_pixels), num_images, [None, mapped])
             labels = pa.array(np.zeros(num_images, np.int64) if found.labels is None else found.labels)
             about = json.dumps([key, found.labels is not None, *found._replace(labels=None)])
-            metadata = {"about": about, "checksum": _checksum(about, _pieces(raw), labels.buffers()[1])}
+            metadata = {"about": about, "checksum": _checksum(about, _pieces(raw, 0, len(mapped)), labels.buffers()[1])}
             batch = pa.record_batch([images, labels], names=["image", "label"]).replace_schema_metadata(metadata)
             sink = pa.PythonFile(_Splice(partial, raw, mapped.address), mode="w")
             with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -125,12 +125,14 @@ def _load(path: Path, key: str) -> Stored | None:
     try:
         with file:
             mapped = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        reader = pa.ipc.open_file(mapped)
-        metadata, batch = reader.schema.metadata, reader.get_batch(0)
-        about = metadata[b"about"].decode()
-        (_, pixels), (_, labels) = (column.buffers() for column in batch.columns)
-        if metadata[b"checksum"].decode() != _checksum(about, [pixels], labels):
-            return None
+            reader = pa.ipc.open_file(mapped)
+            metadata, batch = reader.schema.metadata, reader.get_batch(0)
+            about = metadata[b"about"].decode()
+            (_, pixels), (_, labels) = (column.buffers() for column in batch.columns)
+            # Read, not looked at through the map, whose pages would all count as memory of this process.
+            pieces = _pieces(file, pixels.address - mapped.address, pixels.size)
+            if metadata[b"checksum"].decode() != _checksum(about, pieces, labels):
+                return None
         found_key, labelled, height, width, _, class_names, notes = json.loads(about)
         images = np.frombuffer(pixels, np.uint8, len(batch) * height * width).reshape(-1, height, width)
         indices = np.frombuffer(labels, np.int64, len(batch))
@@ -152,9 +154,10 @@ def _checksum(about: str, pixels: Iterable[Any], labels: Any) -> str:
     return str(zlib.crc32(labels, checksum))
 
 
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    file.seek(0)
-    while piece := file.read(_PIECE_BYTES):
+def _pieces(file: IO[bytes], start: int, size: int) -> Iterator[bytes]:
+    file.seek(start)
+    while size > 0 and (piece := file.read(min(_PIECE_BYTES, size))):
+        size -= len(piece)
         yield piece
 
 
