@@ -349,6 +349,7 @@ def _checkpoint(accelerator: Accelerator, images: ImageSet, s: Settings) -> Find
     scratch = Path(s.pt_path) / ".check"
     started = time.perf_counter()
     try:
+        scratch.mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints(scratch, 1)
         checkpoints.save(snapshot)
         wrote = time.perf_counter()
