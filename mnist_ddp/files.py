@@ -31,7 +31,11 @@ def replace_folder(path: Path, fill: Callable[[Path], Any]) -> None:
     for leftover in (temporary, old):  # of a killed run
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
-    fill(temporary)
+    try:
+        fill(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     umask = os.umask(0)
     os.umask(umask)
     for file in temporary.iterdir():

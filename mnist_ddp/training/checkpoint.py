@@ -9,11 +9,12 @@ Nothing in them is pickled, so a tampered file cannot run code. There is no RNG 
 follow from (seed, epoch, position).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,27 +77,21 @@ class Checkpoints:
         if final.exists():  # after a stop right after a resume
             return
         temporary = self.folder / f".{final.name}.{os.getpid()}"
-        try:
-            self.folder.mkdir(exist_ok=True)
-            temporary.mkdir()
-            for name, content in contents.items():
-                with open(temporary / name, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            sync_folder(temporary)
-            temporary.rename(final)
-            sync_folder(self.folder)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if not self.folder.parent.exists():
-                raise UserError(
-                    f"the run folder {self.folder.parent} is gone: moved or removed during the run"
-                ) from error
-            raise UserError(
-                f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact, the next start "
-                "resumes from the newest"
-            ) from error
+        with writing(final, self.folder.parent):
+            try:
+                self.folder.mkdir(exist_ok=True)
+                temporary.mkdir()
+                for name, content in contents.items():
+                    with open(temporary / name, "wb") as file:
+                        file.write(content)
+                        file.flush()
+                        os.fsync(file.fileno())
+                sync_folder(temporary)
+                temporary.rename(final)
+                sync_folder(self.folder)
+            except OSError:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
         for old in self._newest_first()[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -121,6 +116,24 @@ class Checkpoints:
 
     def _newest_first(self) -> list[Path]:
         return sorted(self.folder.glob("epoch-*"), reverse=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path, run_folder: Path) -> Iterator[None]:
+    """Turns what may go wrong while `path` is written, in the folder of a run, into a UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+        if not run_folder.exists():
+            raise gone(run_folder) from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot write {path}: {reason}; earlier checkpoints are intact, the next start resumes from the newest"
+        ) from error
+
+
+def gone(run_folder: Path) -> UserError:
+    return UserError(f"the run folder {run_folder} is gone: moved or removed during the run")
 
 
 def _sums(contents: Mapping[str, bytes]) -> bytes:

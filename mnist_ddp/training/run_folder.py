@@ -1,7 +1,9 @@
 """The folder of a run. One process writes it; every file appears whole or not at all."""
 
+import contextlib
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,7 +18,7 @@ from mnist_ddp.data.loaders import Splits
 from mnist_ddp.errors import UserError
 from mnist_ddp.files import replace_folder, write_whole
 from mnist_ddp.settings import MAY_CHANGE, Settings, dump_settings
-from mnist_ddp.training.checkpoint import Checkpoints, Snapshot
+from mnist_ddp.training.checkpoint import Checkpoints, Snapshot, gone, writing
 from mnist_ddp.training.state import TrainingState
 
 SETTINGS, METRICS, RESULT, MODEL, CHECKPOINTS = "settings.yaml", "metrics.jsonl", "result.json", "cnn", "checkpoints"
@@ -59,7 +61,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / ".writable", b"")
             (self.path / ".writable").unlink()
-            self._lock()
+            self._take_lock()
             for name in _OURS if resume == "never" else ():
                 target = self.path / name
                 shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
@@ -67,11 +69,11 @@ class RunFolder:
             raise UserError(f"--pt_path {path} cannot be written: {error.strerror}; choose another folder") from error
         self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep_checkpoints)
 
-    def _lock(self) -> None:
-        # The kernel drops the lock with the last descriptor, so it cannot outlive the process.
-        self._lock_file = open(self.path / ".lock", "w")  # noqa: SIM115
+    def _take_lock(self) -> None:
+        # Never closed: the kernel drops the lock with the process, however it ends.
+        self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_WRONLY, 0o666)
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"--pt_path {self.path}: another run is using this folder; wait for it, or choose another"
@@ -130,18 +132,38 @@ class RunFolder:
             raise UserError(
                 f"--pt_path {self.path}: {free / 1e6:,.1f} MB are free there, and the run needs {needed / 1e6:,.1f} MB"
             )
-        write_whole(self.path / SETTINGS, dump_settings(settings).encode())
-        lines = "".join(json.dumps(line) + "\n" for line in state.history)
-        write_whole(self.path / METRICS, lines.encode())
+        with writing(self.path / SETTINGS, self.path):
+            write_whole(self.path / SETTINGS, dump_settings(settings).encode())
+            lines = "".join(json.dumps(line) + "\n" for line in state.history)
+            write_whole(self.path / METRICS, lines.encode())
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl."""
-        with open(self.path / METRICS, "a") as file:
+        with writing(self.path / METRICS, self.path), open(self.path / METRICS, "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        write_whole(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
+        with writing(self.path / RESULT, self.path):
+            write_whole(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
 
     def save_model(self, model: Any) -> None:
         """Writes `model.save_pretrained` to cnn/, in place of an older one."""
-        replace_folder(self.path / MODEL, model.save_pretrained)
+
+        def fill(folder: Path) -> None:
+            model.save_pretrained(folder)
+            self._check_there()  # it makes missing parents: the run would go on in a folder with nothing but a model
+
+        try:
+            with writing(self.path / MODEL, self.path):
+                replace_folder(self.path / MODEL, fill)
+        except UserError:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # only where it is empty: made anew
+            raise
+
+    def _check_there(self) -> None:
+        """Raises UserError where the folder at `path` is not the one that was locked."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self._lock)):
+                return
+        raise gone(self.path)

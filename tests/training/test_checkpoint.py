@@ -1,4 +1,4 @@
-"""Checkpoints on their own: whole or refused, never the last good one removed.
+"""Checkpoints, and the folder that they are in: whole or refused, never the last good one removed.
 
 python -m pytest tests/training/test_checkpoint.py
 """
@@ -11,13 +11,17 @@ import signal
 import stat
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mnist_ddp.errors import UserError
+from mnist_ddp.model.convnet import ConvNet
 from mnist_ddp.training.checkpoint import SUMS, TENSORS, VALUES, Checkpoints, Snapshot
+from mnist_ddp.training.run_folder import RunFolder
 
 
 def snapshot(epoch: int, samples_done: int = 0) -> Snapshot:
@@ -131,7 +135,9 @@ def test_50_kills_while_writing_leave_a_whole_checkpoint(tmp_path: Path) -> None
     assert interrupted > 5, "the kills missed the writing: this test shows nothing"
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with 64 kB of room."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -139,22 +145,37 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     )
     if mounted.returncode != 0:
         pytest.skip("no permission to mount a tmpfs")
-    try:
-        checkpoints = Checkpoints(disk / "checkpoints", keep=5)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=20)
 
-        def fill() -> None:
-            for epoch in range(1, 100):
-                checkpoints.save(snapshot(epoch))
 
-        with pytest.raises(UserError, match="No space left on device") as error:
-            fill()
-        assert "\n" not in str(error.value)
-        found, notes = checkpoints.newest()
-        assert found is not None
-        assert same(found, snapshot(found.values["epoch"]))
-        assert not notes
-    finally:
-        subprocess.run(["umount", str(disk)], check=True, timeout=20)
+def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path) -> None:
+    checkpoints = Checkpoints(small_disk / "checkpoints", keep=5)
+
+    def fill() -> None:
+        for epoch in range(1, 100):
+            checkpoints.save(snapshot(epoch))
+
+    with pytest.raises(UserError, match="No space left on device") as error:
+        fill()
+    assert "\n" not in str(error.value)
+    found, notes = checkpoints.newest()
+    assert found is not None
+    assert same(found, snapshot(found.values["epoch"]))
+    assert not notes
+
+
+def test_everything_that_a_full_disk_refuses_is_named(small_disk: Path) -> None:
+    folder = RunFolder(small_disk / "run", "auto", 2)
+    (small_disk / "large").write_bytes(bytes(60_000))
+    cause = r"No space left on device.*; earlier checkpoints are intact"
+    with pytest.raises(UserError, match=rf"cannot write .*/run/cnn: .*{cause}"):
+        folder.save_model(ConvNet(width=32))
+    with pytest.raises(UserError, match=rf"cannot write .*/run/result\.json: {cause}"):
+        folder.write_result({"x": "." * 10_000})
+    with pytest.raises(UserError, match=rf"cannot write .*/run/metrics\.jsonl: {cause}"):
+        folder.append_metrics({"x": "." * 10_000})
+    assert not (folder.path / "cnn").exists()
 
 
 def test_a_folder_that_is_gone_is_told_and_not_made_anew(tmp_path: Path) -> None:
@@ -167,6 +188,24 @@ def test_a_folder_that_is_gone_is_told_and_not_made_anew(tmp_path: Path) -> None
         checkpoints.save(snapshot(2))
     assert not run.exists()
     assert same(Checkpoints(moved / "checkpoints", keep=2).newest()[0], snapshot(1))
+
+
+def test_a_folder_that_is_moved_while_the_model_is_written_is_not_made_anew(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    folder = RunFolder(run, "auto", 2)
+
+    class Model(ConvNet):
+        def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+            run.rename(moved)
+            super().save_pretrained(*args, **kwargs)
+
+    with pytest.raises(UserError, match=rf"^the run folder {run} is gone"):
+        folder.save_model(Model(width=4))
+    assert not run.exists()
+    for write in (folder.write_result, folder.append_metrics):
+        with pytest.raises(UserError, match=rf"^the run folder {run} is gone"):
+            write({"epoch": 1})
+    assert not run.exists()
 
 
 def test_values_survive_json(tmp_path: Path) -> None:

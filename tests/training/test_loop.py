@@ -4,6 +4,8 @@ python -m pytest tests/training/test_loop.py
 """
 
 import copy
+import os
+import signal
 from typing import Any, NamedTuple
 
 import pytest
@@ -94,7 +96,7 @@ class Faulty(nn.Module):
 
     Args:
         model: what it is otherwise.
-        kind: "loss", "gradient" (of a loss that is right), "evaluation" or "none".
+        kind: "loss", "gradient" (of a loss that is right), "evaluation", "signal" (in evaluation) or "none".
         at_step: of training, counted from 1, where the first two go wrong.
     """
 
@@ -106,6 +108,8 @@ class Faulty(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.model(images)
+        if not self.training and self.kind == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
         if not self.training:
             return logits * NAN if self.kind == "evaluation" else logits
         self.steps_left -= 1
@@ -164,6 +168,12 @@ def test_all_leave_at_the_step_where_one_diverges(kind: str, epochs: int, steps:
         assert rank.best_epoch == epochs
         if rank.best_weights is not None:
             assert all(value.isfinite().all() for value in rank.best_weights.values())
+
+
+def test_a_signal_does_not_wait_for_the_end_of_an_evaluation() -> None:
+    """Two optimizer steps, then an evaluation of eight rounds, in the second of which all know of the signal."""
+    for rank in run_ranks(train, 2, settings(batch_size=4, gradient_accumulation_steps=8), (), (1, "signal", 0)):
+        assert (rank.status, rank.step, len(rank.epochs), rank.best_epoch) == ("preempted", 2, 0, 0)
 
 
 @pytest.mark.parametrize("impatient", [0, 1, 2])
