@@ -101,11 +101,9 @@ def seconds_since_fault(ended: Ended) -> float:
     ("launcher", "function", "rank"),
     [
         (SELF_STARTED, "train_step", 0),
-        (SELF_STARTED, "train_step", 2),
         (SELF_STARTED, "evaluate", 1),
-        (TORCHRUN, "train_step", 1),
-        (TORCHRUN, "evaluate", 0),
-        (ACCELERATE, "evaluate", 2),
+        (TORCHRUN, "train_step", 2),
+        (ACCELERATE, "evaluate", 0),
     ],
 )
 def test_an_exception_on_one_rank_ends_all(
@@ -124,17 +122,14 @@ def test_an_exception_on_one_rank_ends_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "rank"), [(SELF_STARTED, 0), (TORCHRUN, 2)])
-def test_a_killed_rank_ends_all(launcher: str, rank: int, small_csv: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all(small_csv: Path, tmp_path: Path) -> None:
     fault = "os.kill(os.getpid(), signal.SIGKILL)"
-    script = FAULT.format(function="train_step", rank=rank, call=7, fault=fault)
-    ended = run_three(launcher, script, small_csv, tmp_path)
+    script = FAULT.format(function="train_step", rank=0, call=7, fault=fault)
+    ended = run_three(SELF_STARTED, script, small_csv, tmp_path)
     assert seconds_since_fault(ended) < WITHIN_SECONDS
     assert ended.status == 1, ended
-    assert "SIGKILL" in ended.stderr, ended
+    assert re.search(r"^error: process 0 was ended by SIGKILL; ", ended.stderr, re.M), ended
     assert "train_accel.py" not in ended.stderr, ended  # no traceback of the ranks that lost it
-    if launcher == SELF_STARTED:
-        assert re.search(rf"^error: process {rank} was ended by SIGKILL; ", ended.stderr, re.M), ended
     assert ended.result is None
 
 
