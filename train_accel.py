@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mnist_ddp.errors import exit_with_one_line
-from mnist_ddp.settings import Settings, changed, parse_settings
+from mnist_ddp.settings import OF_A_MACHINE, Settings, changed, parse_settings
 
 if TYPE_CHECKING:
     from mnist_ddp.data.image_set import ImageSet
@@ -38,7 +38,15 @@ def train(settings: Settings) -> int:
     # Not at the top of the file: these import torch, which takes seconds, and --help should not.
     from mnist_ddp import console
     from mnist_ddp.data.loaders import make_loaders, make_splits, pixel_statistics
-    from mnist_ddp.distributed import check_same, from_furthest, leaving, open_once, start_accelerator, together
+    from mnist_ddp.distributed import (
+        check_same,
+        collective_seconds,
+        from_furthest,
+        leaving,
+        open_once,
+        start_accelerator,
+        together,
+    )
     from mnist_ddp.model.convnet import build_model
     from mnist_ddp.training import watchdog
     from mnist_ddp.training.early_stopping import EarlyStopping
@@ -47,7 +55,7 @@ def train(settings: Settings) -> int:
     from mnist_ddp.training.profiling import profile_steps
     from mnist_ddp.training.run_folder import RunFolder, describe_run
     from mnist_ddp.training.signals import StopSignals
-    from mnist_ddp.training.state import start_training
+    from mnist_ddp.training.state import FINISHED, start_training
     from mnist_ddp.training.tracker import start_tracker
 
     s = settings
@@ -68,7 +76,10 @@ def train(settings: Settings) -> int:
             lambda: make_splits(sets, val_fraction=s.val_fraction, test_fraction=s.test_fraction, seed=s.seed)
         )
         run = describe_run(s, splits, processes)
-        check_same(run)
+        check_same(
+            {f"--{name}": value for name, value in asdict(s).items() if name not in OF_A_MACHINE}
+            | {"precision": accelerator.mixed_precision, "images": run["images"], "versions": run["versions"]}
+        )
         loaders = make_loaders(
             splits,
             accelerator.device,
@@ -117,7 +128,7 @@ def train(settings: Settings) -> int:
         gc.freeze()  # nor is it looked through at exit, which would take a second
         gc.enable()
         signals = StopSignals(accelerator)
-        watchdog.watch(s.timeout_seconds)
+        watchdog.watch(collective_seconds(s.timeout_seconds))
         profile = profile_steps(accelerator, Path(s.pt_path) / "profile") if s.profile else nullcontext(lambda: None)
         with profile as after_step:
             for epoch in fit(
@@ -147,7 +158,9 @@ def train(settings: Settings) -> int:
                 logged = epoch.metrics()
                 accelerator.log(logged, step=int(logged.pop("step")))
 
-        if earlier and (earlier["status"], earlier["epochs"]) == (state.status, state.epoch):
+        # One that stopped or diverged where it had before is not finished.
+        ended = (state.status, state.epoch)
+        if earlier and state.status in FINISHED and (earlier["status"], earlier["epochs"]) == ended:
             if is_main:
                 print(console.finished_line(earlier, s.pt_path))
             return 0

@@ -49,9 +49,6 @@ _PEER_GRACE_SECONDS = 6.0
 _SPAWN_GRACE_SECONDS = 0.5
 # How long it waits for the answer of a store whose machine may be gone.
 _STORE_SECONDS = 4.0
-# Share of --timeout_seconds after which a collective gives up: its process can then name the one that is stuck before
-# the watchdog of that one ends the run.
-_COLLECTIVE_SHARE = 0.8
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -71,7 +68,9 @@ def launch(train: Callable[[Settings], int], settings: Settings) -> int:
         UserError: the number of processes or `--gpu` does not fit the launcher or the machine, or the port is taken.
     """
     if settings.gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = settings.gpu  # must precede the first use of CUDA
+        # Both must precede the first use of CUDA, which would count the fastest GPU as the first.
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.gpu
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     launched = os.environ.get("WORLD_SIZE")
     if launched is not None:
         _check_launcher(launched)
@@ -152,6 +151,7 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
 
 
 def _run_self_started(rank: int, train: Callable[[Settings], int], settings: Settings) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in the parent: torch would take Ctrl-C for success
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     _end_with(os.getppid())
     with exit_with_one_line():
@@ -275,7 +275,7 @@ def start_accelerator(
         # Uneven: padding would count samples of an evaluation twice.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds * _COLLECTIVE_SHARE)),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds(timeout_seconds))),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
@@ -286,6 +286,11 @@ def start_accelerator(
             "start it with: accelerate launch --multi_gpu --num_processes N train_accel.py"
         )
     return accelerator
+
+
+def collective_seconds(timeout_seconds: float) -> float:
+    """When a collective gives up: so long before the timeout that its process can say who is missing, and leave."""
+    return timeout_seconds - min(10.0, timeout_seconds / 5)
 
 
 def _keep_freed_memory() -> None:

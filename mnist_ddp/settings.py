@@ -49,6 +49,14 @@ MAY_CHANGE = frozenset(
     ]
 )
 
+# Settings that processes of one run may differ in: what belongs to a machine. Files are compared by their content.
+OF_A_MACHINE = frozenset(
+    [
+        *("mnist_file_path", "val_file_path", "test_file_path", "label_names", "dataset", "cache_dir", "pt_path"),
+        *("gpu", "num_processes", "master_addr", "port"),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -88,7 +96,7 @@ class Settings:
     """Shift, rotate, scale and shear the training images at random, anew in each epoch."""
 
     # ---- model and optimisation
-    width: int = 24
+    width: int = 16
     """Channels of the first convolution; the others follow from it."""
     epochs: int = 10000
     """Passes over the training images at most; early stopping is meant to end the run before."""
@@ -100,8 +108,8 @@ class Settings:
     """Update rule; sgd is Nesterov where momentum is above 0."""
     lr: float = 2e-2
     """Learning rate per optimizer step, for the global batch as it is: never scaled by the number of processes."""
-    warmup_steps: int = 15
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    warmup_steps: int = 60
+    """Optimizer steps over which the learning rate rises from 0, with their square."""
     schedule: Literal["plateau", "constant", "linear"] = "plateau"
     """The learning rate after the warm-up. plateau: x 0.3 after every 3 epochs in a row without improvement. linear:
     falls to 0 by the last of --epochs."""
@@ -109,7 +117,7 @@ class Settings:
     """Momentum of sgd, beta1 of adamw, 0 to 1."""
     weight_decay: float = 0.01
     """Decay of convolution and linear weights; biases and BatchNorm parameters are not decayed."""
-    label_smoothing: float = 0.1
+    label_smoothing: float = 0.2
     """Share of each training target that is spread over all classes, 0 to 1."""
     ema_decay: float = 0.98
     """Share of the running average of the weights that each step keeps, 0 to 1; the average is what is evaluated and
@@ -127,7 +135,7 @@ class Settings:
     patience: int = 5
     """Epochs without improvement before stopping."""
     min_delta: float = 0.0
-    """Smallest change of the monitored value that counts as an improvement (accuracy as a fraction)."""
+    """An improvement of the monitored value counts if it is larger than this (accuracy as a fraction)."""
     target_accuracy: float = 0.0
     """Stop as soon as validation accuracy reaches this fraction. 0: no target."""
 
@@ -159,7 +167,7 @@ class Settings:
     port: int = 0
     """TCP port on which self-started processes meet. 0: any free one."""
     timeout_seconds: float = 600.0
-    """Seconds that a process waits for the others in a collective before the run fails."""
+    """Seconds after which a process that waits for the others, or is stuck, ends the run."""
 
     def __post_init__(self) -> None:
         """Raises UserError that names the flag of the first value out of its range."""

@@ -88,6 +88,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
 def on_one_gpu(images: Tensor, labels: Tensor, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One of two ranks that share a GPU, over gloo: gradients, averaged by hand, and BatchNorm statistics."""
     leave_group()
+    torch.backends.cudnn.allow_tf32 = False  # which keeps 10 bits only
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = convert_sync_batchnorm(build_model("0123456789", (28, 28), width=8, mean=0.13, std=0.31, seed=0), CUDA)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launching import Ended, run
+from launching import ROOT, Ended, run
 
 from mnist_ddp import distributed
 
@@ -147,6 +147,25 @@ def test_a_world_size_that_does_not_match_is_refused(
     assert re.findall(r"^error: .*$", ended.stderr, re.M)[0].startswith(f"error: {words}"), ended
     assert len(re.findall(r"^error: ", ended.stderr, re.M)) == 1
     assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_processes_with_other_settings_are_refused(small_csv: Path, tmp_path: Path) -> None:
+    """One that changes nothing before an epoch has ended, and then trains the processes apart."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, train_accel\n"
+        "from mnist_ddp.errors import exit_with_one_line\n"
+        "sys.argv += ['--min_delta', '0.1'] if os.environ['RANK'] == '1' else []\n"
+        "with exit_with_one_line():\n"
+        "    sys.exit(train_accel.main())\n"
+    )
+    command = f"torchrun --standalone --nproc_per_node 2 {script} --mnist_file_path {small_csv} --batch_size 20"
+    ended = run(command, tmp_path / "run", PYTHONPATH=str(ROOT))
+    assert ended.status == 1, ended
+    (error,) = re.findall(r"^error: .*$", ended.stderr, re.M)
+    assert re.match(r"error: the processes do not agree on --min_delta: 0.0 on rank 0 .*, 0.1 on rank 1 ", error), ended
+    assert not ended.metrics
 
 
 @pytest.mark.slow

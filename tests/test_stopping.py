@@ -103,6 +103,35 @@ sys.exit(train_accel.main())
 """
 
 
+# train_accel.py whose every step asks for a stop.
+STOPS = """
+import os, signal, sys
+import train_accel
+from mnist_ddp.training import loop
+
+sound = loop.train_step
+
+def stop(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return sound(*args, **kwargs)
+
+loop.train_step = stop
+sys.exit(train_accel.main())
+"""
+
+
+def test_a_run_that_is_stopped_twice_in_an_epoch_goes_on_each_time(digits: Path, folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STOPS)
+    checkpoints = []
+    for _ in range(2):
+        run = Run("python", digits, folder, script=script)
+        assert run.end() == 143, run.said()
+        assert json.loads((folder / "result.json").read_text())["status"] == "preempted"
+        checkpoints.append(max(path.name for path in (folder / "checkpoints").iterdir()))
+    assert "epoch-00000" < checkpoints[0] < checkpoints[1] < "epoch-00001"
+
+
 def test_a_second_interrupt_ends_at_once(digits: Path, folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(HANGS.format(function="train_step", rank=0))
@@ -191,6 +220,9 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, 
     other = Run("python", digits, untouched, "--lr", "0.5", "--seed", "3")
     assert other.end() == 2
     assert re.search(r"^error: .*--lr 0.02 -> 0.5; --seed 1206 -> 3", other.said(), re.M), other.said()
+    new = Run("python", digits, untouched, "--resume", "never", "--batch_size", "100000")
+    assert new.end() == 2
+    assert "error: --batch_size 100000" in new.said()
     assert outcome(untouched) == before
 
 

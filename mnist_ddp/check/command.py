@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import sys
 import textwrap
 import time
@@ -30,7 +31,7 @@ FLAGS = (
     *("pt_path", "cache_dir", "width", "batch_size", "seed", "mixed_precision"),
     *("gpu", "num_processes", "master_addr", "port", "timeout_seconds"),
 )
-_MOST_SECONDS_WAITED = 60.0
+_TIMEOUT_SECONDS = 60.0  # of the check, where no other is given
 _COLUMNS = 100
 
 
@@ -44,10 +45,13 @@ def check(settings: Settings, json_path: str) -> int:
     from mnist_ddp.distributed import leaving, start_accelerator
 
     started = time.perf_counter()
+    timeout_seconds = settings.timeout_seconds
+    if timeout_seconds == Settings().timeout_seconds:
+        timeout_seconds = _TIMEOUT_SECONDS
     accelerator = start_accelerator(
         mixed_precision=settings.mixed_precision,
         gradient_accumulation_steps=1,
-        timeout_seconds=min(settings.timeout_seconds, _MOST_SECONDS_WAITED),
+        timeout_seconds=timeout_seconds,
         log_with="none",
         project_dir=settings.pt_path,
     )
@@ -100,6 +104,8 @@ def parse(args: Sequence[str]) -> tuple[Settings, str]:
         name = setting.name
         if name not in FLAGS and getattr(settings, name) != getattr(default, name):
             raise UserError(f"--{name} says nothing about a machine; the check takes --json, --{', --'.join(FLAGS)}")
+    if known.json and not os.access(os.path.dirname(os.path.abspath(known.json)), os.W_OK):
+        raise UserError(f"--json {known.json}: the folder does not exist or cannot be written")
     return settings, known.json
 
 

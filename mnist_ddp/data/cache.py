@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mnist_ddp.data.parsing import Contents
+from mnist_ddp.errors import UserError
 
 _FORMAT = 1  # part of each key: counts up with every change of what the files hold or how sources are read
 _PIECE_BYTES = 4 << 20
@@ -73,14 +74,32 @@ def _through_cache(parse: Callable[[IO[bytes]], Contents], key: str, path: Path)
     if stored is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The kernel frees the lock when its holder ends, however it ends.
-        with path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with path.with_suffix(".lock").open("a+") as lock:
+            waited = not _lock_at_once(lock)
             stored = _load(path, key)  # another process may have written it in the meantime
+            lock.seek(0)
+            if stored is None and waited and (fault := lock.read()):
+                raise UserError(fault)  # of the process that was waited for: it need not be searched again
+            lock.truncate(0)
             if stored is None:
-                _write(parse, path, key)
+                try:
+                    _write(parse, path, key)
+                except UserError as error:
+                    lock.write(str(error))
+                    raise
                 stored = _load(path, key)
                 assert stored is not None, f"{path} was written but does not load"
     return stored
+
+
+def _lock_at_once(lock: IO[Any]) -> bool:
+    """Takes the lock; False where another process had it, and was waited for."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return False
+    return True
 
 
 def _write(parse: Callable[[IO[bytes]], Contents], path: Path, key: str) -> None:

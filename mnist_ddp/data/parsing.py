@@ -45,6 +45,7 @@ class _Lines(NamedTuple):
     text: bytes
     first_row: int  # counted from 1, with the header
     num_rows: int
+    num_empty: int  # lines before the first row, which do not belong there
     share: float  # of the file that has been read with it
 
 
@@ -129,14 +130,16 @@ def _convert(path: str, layout: Layout, pixels: IO[bytes], transposed: bool, pro
         return _parse_numbers(lines.text, lines.num_rows, layout, dtype)
 
     with tqdm(desc=os.path.basename(path), unit=" rows", unit_scale=True, disable=not progress) as bar:
-        for (text, first_row, num_rows, share), table in _parse_ahead(
-            _number_rows(path, bool(layout.header), faults), parse
+        for (text, first_row, num_rows, num_empty, share), table in _parse_ahead(
+            _number_rows(path, bool(layout.header)), parse
         ):
+            for number in range(first_row - num_empty, first_row):
+                faults.add(f"row {number} is empty")
             block = None
             if table is not None:
                 dtype = table.pixels.dtype.name
                 block = _check_values(table, layout)
-                if block is None and only_bits and _to_bytes(table.pixels, not layout.unit_pixels) is not None:
+                if only_bits and _is_of_other_scale(table.pixels, layout.unit_pixels):
                     raise _OtherScale
                 only_bits = only_bits and table.pixels.max() <= 1 and bool(np.isin(table.pixels, (0, 1)).all())
             if block is None:
@@ -186,7 +189,7 @@ def _parse_ahead(
             yield lines, table.result()
 
 
-def _number_rows(path: str, header: bool, faults: _Faults) -> Iterator[_Lines]:
+def _number_rows(path: str, header: bool) -> Iterator[_Lines]:
     """The text with the numbers of its rows."""
     row = 1
     num_empty = 0  # lines just before `row`
@@ -200,10 +203,8 @@ def _number_rows(path: str, header: bool, faults: _Faults) -> Iterator[_Lines]:
         ending = lines[len(kept) :]
         num_lines = num_kept + max(0, ending.count(b"\n") - bool(kept))
         if kept:
-            for number in range(row - num_empty, row):
-                faults.add(f"row {number} is empty")
+            yield _Lines(kept + b"\n" if b"\n" in ending else kept, row, num_kept, num_empty, share)
             num_empty = 0
-            yield _Lines(kept + b"\n" if b"\n" in ending else kept, row, num_kept, share)
         num_empty += num_lines - num_kept
         row += num_lines
 
@@ -294,6 +295,10 @@ def _to_bytes(pixels: NDArray[Any], unit_pixels: bool) -> NDArray[np.uint8] | No
         return pixels
     in_range = ((pixels >= 0) & (pixels <= 255) & (pixels == np.floor(pixels))).all()
     return pixels.astype(np.uint8) if in_range else None
+
+
+def _is_of_other_scale(pixels: NDArray[Any], unit_pixels: bool) -> bool:
+    return _to_bytes(pixels, unit_pixels) is None and _to_bytes(pixels, not unit_pixels) is not None
 
 
 def _to_labels(labels: NDArray[Any], layout: Layout) -> NDArray[Any] | None:

@@ -78,7 +78,7 @@ def throughput(metrics: Sequence[dict[str, Any]]) -> bytes:
     middle = float(np.median(rates))
     axes.plot(epochs, rates, marker=_marker(epochs), color=_BLUE, label="each epoch")
     axes.axhline(middle, color=_GREY, linewidth=1, linestyle=":", label=f"median {middle:,.0f}")
-    axes.set_ylim(0, 1.1 * max(rates))
+    axes.set_ylim(0, 1.1 * max(*rates, 1.0))  # an epoch that was resumed after its training has no rate
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="lower right")

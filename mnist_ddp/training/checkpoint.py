@@ -26,6 +26,7 @@ from torch import Tensor
 from mnist_ddp.errors import UserError
 from mnist_ddp.files import sync_folder
 
+_DAMAGE = (OSError, ValueError, SafetensorError)  # what reading a checkpoint may raise that is not whole
 TENSORS, VALUES, SUMS = "state.safetensors", "state.json", "SHA256SUMS"
 
 
@@ -72,10 +73,13 @@ class Checkpoints:
             VALUES: json.dumps(snapshot.values).encode(),
         }
         contents[SUMS] = _sums(contents)
-        # Named by its position, which a run passes once: nothing is ever replaced.
+        # Named by its position, which a run passes once: nothing that is whole is ever replaced.
         final = self.folder / "epoch-{epoch:05d}-sample-{samples_done:08d}".format(**snapshot.values)
-        if final.exists():  # after a stop right after a resume
-            return
+        if final.exists():
+            with contextlib.suppress(*_DAMAGE):
+                _read(final)
+                return  # after a stop right after a resume
+            shutil.rmtree(final, ignore_errors=True)  # damaged, and its run has come here again from an older one
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         with writing(final, self.folder.parent):
             try:
@@ -105,7 +109,7 @@ class Checkpoints:
         for path in self._newest_first():
             try:
                 return _read(path), damaged
-            except (OSError, ValueError, SafetensorError) as error:
+            except _DAMAGE as error:
                 damaged.append(f"checkpoint {path} is damaged ({error}) and was passed over")
         if damaged:
             raise UserError(

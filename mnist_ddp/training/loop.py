@@ -20,7 +20,7 @@ from mnist_ddp.training.evaluation import Evaluation, evaluate
 from mnist_ddp.training.signals import StopSignals
 from mnist_ddp.training.state import TrainingState
 
-# Steps between two looks at the running sums: each look waits for the device.
+# Steps between two looks at the gradient's norm on a GPU: each look waits for the device.
 _STEPS_PER_LOOK = 16
 
 
@@ -163,7 +163,7 @@ def fit(
                 state.status = "preempted"
                 save()
                 return
-            if save_every_steps and state.step % save_every_steps == 0:
+            if save_every_steps and state.step % save_every_steps == 0 and not accelerator.optimizer_step_was_skipped:
                 save()
         train_loss = _global_mean_loss(accelerator, state)
         train_seconds = time.perf_counter() - started

@@ -48,7 +48,7 @@ class RunFolder:
 
     Args:
         path: is created where it does not exist.
-        resume: "never" removes the run that it holds.
+        resume: "never" replaces the run that it holds, once a new one begins.
         keep_checkpoints: how many to keep.
 
     Raises:
@@ -57,14 +57,12 @@ class RunFolder:
 
     def __init__(self, path: str | Path, resume: Literal["auto", "never"], keep_checkpoints: int) -> None:
         self.path = Path(path)
+        self._replace = resume == "never"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / ".writable", b"")
             (self.path / ".writable").unlink()
             self._take_lock()
-            for name in _OURS if resume == "never" else ():
-                target = self.path / name
-                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"--pt_path {path} cannot be written: {error.strerror}; choose another folder") from error
         self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep_checkpoints)
@@ -91,7 +89,7 @@ class RunFolder:
         Raises:
             UserError: the run in the folder has other settings or data, or all of its checkpoints are damaged.
         """
-        snapshot, notes = self.checkpoints.newest()
+        snapshot, notes = (None, []) if self._replace else self.checkpoints.newest()
         if snapshot is None:
             return None, None, notes
         saved = snapshot.values["run"]
@@ -116,7 +114,7 @@ class RunFolder:
         return snapshot, json.loads(result_path.read_text()) if result_path.exists() else None, notes
 
     def begin(self, settings: Settings, state: TrainingState) -> None:
-        """Writes settings.yaml, and brings metrics.jsonl to where `state` stands.
+        """Writes settings.yaml, and brings metrics.jsonl to where `state` stands; removes a run that is replaced.
 
         The metrics of a resumed run may be a line ahead of its checkpoint, or behind.
 
@@ -133,6 +131,9 @@ class RunFolder:
                 f"--pt_path {self.path}: {free / 1e6:,.1f} MB are free there, and the run needs {needed / 1e6:,.1f} MB"
             )
         with writing(self.path / SETTINGS, self.path):
+            for name in _OURS if self._replace else ():
+                target = self.path / name
+                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
             write_whole(self.path / SETTINGS, dump_settings(settings).encode())
             lines = "".join(json.dumps(line) + "\n" for line in state.history)
             write_whole(self.path / METRICS, lines.encode())

@@ -17,6 +17,7 @@ from mnist_ddp.training.evaluation import Evaluation
 _PLATEAU_EPOCHS, _PLATEAU_FACTOR = 3, 0.3
 
 Status = Literal["early_stopped", "finished", "target_reached", "diverged", "preempted"]
+FINISHED = ("early_stopped", "finished", "target_reached")
 
 
 @dataclass
@@ -30,7 +31,7 @@ class TrainingState:
         optimizer: prepared by Accelerate.
         stopper: early stopping.
         peak_lr: learning rate after the warm-up.
-        warmup_steps: over which it rises linearly to there.
+        warmup_steps: over which it rises to there.
         decay_steps: by which it has fallen linearly to 0, counted from the start; 0 for never.
         plateau: whether it falls when the stopper sees no improvement.
         plateau_factor: by which it has fallen so.
@@ -66,8 +67,12 @@ class TrainingState:
     status: Status | None = None
 
     def set_learning_rate(self) -> None:
-        """Sets the rate of the step to come: a function of the steps taken, so a skipped step does not move it."""
-        rate = self.peak_lr * self.plateau_factor * min(1.0, (self.step + 1) / (self.warmup_steps + 1))
+        """Sets the rate of the step to come: a function of the steps taken, so a skipped step does not move it.
+
+        It rises with their square. Adam's first steps are as long for gradients that are little more than rounding as
+        for others; while they are short, runs on different numbers of processes stay together.
+        """
+        rate = self.peak_lr * self.plateau_factor * min(1.0, (self.step + 1) / (self.warmup_steps + 1)) ** 2
         if self.decay_steps:
             left = (self.decay_steps - self.step) / max(1, self.decay_steps - self.warmup_steps)
             rate = min(rate, self.peak_lr * max(0.0, left))
@@ -189,7 +194,7 @@ def start_training(
         model: any module; is changed in place and moved to the accelerator's device.
         stopper: early stopping.
         optimizer, lr, momentum, weight_decay: see `build_optimizer`.
-        warmup_steps: over which the learning rate rises linearly to `lr`.
+        warmup_steps: over which the learning rate rises to `lr`.
         schedule: of the rate after that: falls with each plateau of the monitored value, stays, or falls linearly.
         decay_steps: steps of the whole run, by which a linear schedule reaches 0.
         ema_decay: share of the average that is kept at each step, 0 to 1; 0 makes the average the model itself.

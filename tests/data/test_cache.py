@@ -94,6 +94,31 @@ def test_file_is_plain_arrow(tmp_path: Path) -> None:
     assert table["label"].to_pylist() == LABELS.tolist()
 
 
+def test_a_fault_is_searched_by_one_process_and_told_by_all(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def faulty_parse(pixels: IO[bytes]) -> Contents:
+        with log.open("a") as file:
+            file.write("parsed\n")
+        time.sleep(0.5)
+        raise UserError("row 3 is empty")
+
+    def load(results: Connection) -> None:
+        with pytest.raises(UserError, match=r"^row 3 is empty$"):
+            load_or_parse(faulty_parse, KEY, "random", str(tmp_path / "cache"))
+        results.send("refused")
+
+    here, there = processes.Pipe()
+    children = [processes.Process(target=load, args=(there,)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(30)
+    assert [here.recv() for _ in children] == ["refused"] * 3
+    assert log.read_text() == "parsed\n"
+    check(load_or_parse(parse, KEY, "random", str(tmp_path / "cache")))  # a later start looks again
+
+
 @pytest.mark.parametrize("num_processes", [2, 3, 4])
 def test_one_process_parses_and_all_get_equal_data(num_processes: int, tmp_path: Path) -> None:
     log = tmp_path / "log"

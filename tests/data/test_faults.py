@@ -73,6 +73,9 @@ ROWS = {
 VALUES = {
     "blank": Fault(plain("1,2,,4,5"), "row 4, column 3: is blank"),
     "blank of spaces": Fault(plain("1,2,  ,4,5"), "row 4, column 3: is blank"),
+    "label among pixels of 0 and 1": Fault(
+        "0,0,1,1,0\n1,1,0,0,1\n" * 6 + "1.5,0,1,1,0\n", "row 13, column 1: label '1.5' is fractional"
+    ),
     "NaN": Fault(plain("1,2,NaN,4,5"), "row 4, column 3: 'NaN' is not a number"),
     "NA": Fault(plain("1,2,3,4,NA"), "row 4, column 5: 'NA' is not a number"),
     "text": Fault(plain("1,2,abc,4,5"), "row 4, column 3: 'abc' is not a number"),

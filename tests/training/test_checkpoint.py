@@ -80,6 +80,16 @@ def test_200_flips_and_truncations_are_all_noticed(tmp_path: Path) -> None:
     assert same(checkpoints.newest()[0], snapshot(2))
 
 
+def test_a_damaged_checkpoint_is_replaced_when_its_run_gets_there_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for epoch in (1, 2):
+        checkpoints.save(snapshot(epoch))
+    (tmp_path / "epoch-00002-sample-00000000" / VALUES).write_text("")
+    assert same(checkpoints.newest()[0], snapshot(1))
+    checkpoints.save(snapshot(2))
+    assert same(checkpoints.newest()[0], snapshot(2))
+
+
 @pytest.mark.parametrize("name", [TENSORS, VALUES, SUMS])
 def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path: Path, name: str) -> None:
     class Malicious:

@@ -115,7 +115,8 @@ def test_the_average_follows_its_formula(accelerator: Accelerator, ema_decay: fl
 
 
 @pytest.mark.parametrize(
-    ("decay_steps", "shares"), [(0, (0.25, 0.5, 0.75, 1, 1, 1, 1, 1)), (7, (0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0))]
+    ("decay_steps", "shares"),
+    [(0, (1 / 16, 1 / 4, 9 / 16, 1, 1, 1, 1, 1)), (7, (1 / 16, 1 / 4, 9 / 16, 1, 0.75, 0.5, 0.25, 0))],
 )
 def test_the_learning_rate_rises_to_its_peak_and_falls(
     accelerator: Accelerator, decay_steps: int, shares: tuple[float, ...]
