@@ -161,8 +161,9 @@ def killed_run(launcher: str, digits: Path, folder: Path, choose: random.Random,
     for _ in range(kills):
         run = Run(launcher, digits, folder)
         if run.wait_for("parameters"):
-            time.sleep(choose.uniform(0, seconds))
-            victims: list[Callable[[], object]] = [run.kill_all, run.process.kill, choose.choice(run.ranks()).kill]
+            time.sleep(choose.uniform(0, seconds / kills))  # each start has less left to do
+            ranks = run.ranks()  # none where it has just ended
+            victims: list[Callable[[], object]] = [run.kill_all, run.process.kill, *(rank.kill for rank in ranks)]
             choose.choice(victims)()
         run.end()
     run = Run(launcher, digits, folder)
