@@ -101,7 +101,7 @@ def end_line(result: dict[str, Any], folder: str) -> str:
         )
     return (
         f"test accuracy {result['test_accuracy']:.2%} on {result['num_test']:,} images "
-        f"({_REASONS[result['status']]} after {result['epochs']} epochs, best was {result['best_epoch']}; "
+        f"({_REASONS[result['status']]} after {_epochs(result['epochs'])}, best was {result['best_epoch']}; "
         f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}"
     )
 
@@ -110,5 +110,9 @@ def finished_line(result: dict[str, Any], folder: str) -> str:
     """That there is nothing left to do."""
     return (
         f"the run in {folder} is finished: test accuracy {result['test_accuracy']:.2%} "
-        f"({_REASONS[result['status']]} after {result['epochs']} epochs); --resume never starts over"
+        f"({_REASONS[result['status']]} after {_epochs(result['epochs'])}); --resume never starts over"
     )
+
+
+def _epochs(count: int) -> str:
+    return f"{count} epoch{'s'[: count != 1]}"

@@ -1,5 +1,6 @@
 """Writing files that appear whole or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file that other programs see complete or not at all, and that survives a power cut once this returns."""
+    if not path.name or path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:

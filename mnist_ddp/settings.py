@@ -179,7 +179,9 @@ class Settings:
                 lambda value: 0 <= value < math.inf,
                 "0 or more",
             ),
-            (("lr", "timeout_seconds"), lambda value: 0 < value < math.inf, "above 0"),
+            (("lr",), lambda value: 0 < value < math.inf, "above 0"),
+            (("timeout_seconds",), lambda value: 0 < value <= 1e6, "above 0 and at most 1000000"),
+            (("width",), lambda value: value <= 4096, "at most 4096"),
             (("momentum", "ema_decay", "label_smoothing"), lambda value: 0 <= value < 1, "at least 0 and below 1"),
             (split_off, lambda value: 0 < value < 1, "above 0 and below 1"),
             (("target_accuracy",), lambda value: 0 <= value <= 1, "between 0 and 1"),
@@ -202,6 +204,9 @@ class Settings:
             raise UserError(f"--gpu must be comma-separated numbers such as 0,1, got {self.gpu!r}")
         if self.push_to_hub and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.push_to_hub):
             raise UserError(f"--push_to_hub must be a name such as me/digits, got {self.push_to_hub!r}")
+        for field in dataclasses.fields(self):
+            if "\0" in str(getattr(self, field.name)):
+                raise UserError(f"--{field.name} must not hold a NUL character")
         if not self.pt_path:
             raise UserError("--pt_path must name a folder")
 
@@ -230,18 +235,21 @@ def load_settings(path: str | Path) -> Settings:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        # All values as text, and through the command line's own parser: YAML itself reads 1e-4 as text, no as a bool,
+        # 010 as 8 and 1:30 as 90.
+        values = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, Mapping):
         raise UserError(f"--config {path}: expected lines such as 'lr: 0.003'")
-    flags = []
+    flags, kinds = [], {field.name: field.type for field in dataclasses.fields(Settings)}
     for name, value in values.items():
         _check_name(str(name), f"--config {path}: unknown key {{name}}", "{name}")
-        # Through the command line's own parser, since YAML reads 1e-4 as text and yes as a bool.
-        flags.append(f"--{name}={'' if value is None else value}")
+        if kinds[name] is bool:
+            value = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(str(value).lower(), value)
+        flags.append(f"--{name}={'' if value in ('null', '~') else value}")
     try:
         return _parse(flags, Settings())
     except UserError as error:

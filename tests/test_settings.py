@@ -126,6 +126,29 @@ def test_numbers_in_yaml_may_be_written_as_on_the_command_line(tmp_path: Path, t
     assert load_settings(write(tmp_path / "lr.yaml", f"lr: {text}\n")).lr == value
 
 
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("pt_path: no", "pt_path", "no"),
+        ("pt_path: 010", "pt_path", "010"),
+        ("pt_path: 2001-99-99", "pt_path", "2001-99-99"),
+        ("mnist_file_path: null", "mnist_file_path", ""),
+        ("transposed: yes", "transposed", True),
+    ],
+)
+def test_values_in_yaml_are_what_they_look_like(tmp_path: Path, line: str, name: str, value: object) -> None:
+    assert getattr(load_settings(write(tmp_path / "some.yaml", line + "\n")), name) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["seed: 1:30", "lr: 2001-99-99", "lr: !!int abc", "seed: 0x_", "lr: " + "[" * 3000, 'pt_path: "a\\0b"']
+)
+def test_odd_values_in_yaml_are_one_line(tmp_path: Path, text: str) -> None:
+    config = write(tmp_path / "odd.yaml", text + "\n")
+    with pytest.raises(UserError, match=r"\A--config .*odd\.yaml: .*\Z"):
+        load_settings(config)
+
+
 @pytest.mark.parametrize("recipe", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.name)
 def test_recipes_load(recipe: Path) -> None:
     assert load_settings(recipe) != Settings()
@@ -171,7 +194,9 @@ OUT_OF_RANGE = (
     ),
     (("weight_decay", "max_grad_norm", "min_delta"), "0 or more", ("-0.1", "inf", "nan")),
     (("warmup_steps", "checkpoint_every_steps"), "0 or more", ("-1",)),
-    (("lr", "timeout_seconds"), "above 0", ("0", "-1", "inf", "nan")),
+    (("lr",), "above 0", ("0", "-1", "inf", "nan")),
+    (("timeout_seconds",), "above 0 and at most 1000000", ("0", "-1", "1e300", "nan")),
+    (("width",), "at most 4096", ("1000000",)),
     (("momentum", "ema_decay", "label_smoothing"), "at least 0 and below 1", ("1", "-0.1", "nan")),
     (("val_fraction", "test_fraction"), "above 0 and below 1", ("0", "1", "nan")),
     (("target_accuracy",), "between 0 and 1", ("-0.1", "1.1", "99", "nan")),

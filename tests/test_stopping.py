@@ -7,8 +7,8 @@ import contextlib
 import json
 import random
 import re
+import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,9 +226,25 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, 
     assert outcome(untouched) == before
 
 
+def test_a_finished_run_whose_report_and_model_are_gone_makes_them_again(
+    digits: Path, untouched: Path, tmp_path: Path
+) -> None:
+    """As after a kill between the result and the report. The result is damaged as well."""
+    folder = tmp_path / "copy"
+    shutil.copytree(untouched, folder)
+    shutil.rmtree(folder / "cnn")
+    (folder / "report.json").unlink()
+    (folder / "result.json").write_text('{"status": "ear')
+    run = Run("torchrun", digits, folder)
+    assert run.end() == 0, run.said()
+    assert outcome(folder) == outcome(untouched)
+    assert (folder / "report.json").exists()
+    assert (folder / "cnn" / "README.md").exists()
+
+
 def test_damaged_checkpoints_are_named(digits: Path, untouched: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
-    subprocess.run(["cp", "-r", str(untouched), str(folder)], check=True, timeout=20)
+    shutil.copytree(untouched, folder)
     (folder / "result.json").unlink()
     newest, before = sorted((folder / "checkpoints").iterdir(), reverse=True)
     (newest / "state.json").write_bytes((newest / "state.json").read_bytes()[:-1])

@@ -59,9 +59,10 @@ def load_or_parse(parse: Callable[[IO[bytes]], Contents], key: dict[str, Any], n
         text = json.dumps({**key, "format": _FORMAT}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         try:
+            # expanduser raises RuntimeError where the user has no home, as in some containers.
             return _through_cache(parse, text, Path(cache_dir).expanduser() / f"{name}-{digest}.arrow")
-        except OSError as error:  # those of the source are UserErrors, so this one is about the cache
-            notes = (f"--cache_dir {cache_dir}: {error.strerror or error}; read without a cache",)
+        except (OSError, RuntimeError) as error:  # those of the source are UserErrors, so this one is about the cache
+            notes = (f"--cache_dir {cache_dir}: {getattr(error, 'strerror', None) or error}; read without a cache",)
     pixels = io.BytesIO()
     found = parse(pixels)
     images = torch.frombuffer(pixels.getbuffer(), dtype=torch.uint8).view(-1, found.height, found.width)

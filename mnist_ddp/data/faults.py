@@ -61,6 +61,8 @@ def _label_fault(field: str, text_labels: bool) -> str:
     text = field.strip(" \t")
     if not text:
         return "is blank"
+    if text_labels and MISSING.fullmatch(text):
+        return f"{_show(text)} is a missing value"
     if text_labels:
         return f"{_show(text)} is a number among names" if NUMBER.fullmatch(text) else ""
     if not NUMBER.fullmatch(text):

@@ -115,7 +115,7 @@ def _load(id_or_path: str, progress: bool) -> "Mapping[str, datasets.Dataset]":
     except ConnectionError as error:
         raise UserError(
             f"--dataset {id_or_path}: no such folder, and the Hub cannot be reached; a folder of Parquet files, of "
-            "class-named folders of images or of save_to_disk would do, or a CSV file with --mnist_file_path"
+            "class-named folders of images or of save_to_disk would do, or a CSV file"
         ) from error
     except datasets.exceptions.DatasetNotFoundError as error:
         raise UserError(

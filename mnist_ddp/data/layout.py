@@ -14,6 +14,7 @@ MIN_SAMPLE_ROWS = 10  # without these, nothing is concluded from what a column h
 NUMBER = re.compile(r"[ \t]*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?[ \t]*", re.ASCII)
 LABEL_NAME = re.compile(r"label|class|target|y", re.IGNORECASE)
 _ID_NAME = re.compile(r"|id|image_?id|index|unnamed: \d+(\.\d+)*", re.IGNORECASE)
+_MOST_SIDES = 64  # of images that are tried for one-hot labels; 28x28 with 10 classes needs one
 _PIXEL_NAME = re.compile(r"(\D*)(\d+)(?:x(\d+))?")
 MISSING = re.compile(r"|nan|na|n/a|null|none", re.IGNORECASE)
 
@@ -119,9 +120,11 @@ def one_hot_names(layout: Layout) -> tuple[str, ...]:
     """Class names of one-hot labels: 3 of a column such as label_3, the whole name of one without a number."""
     names = [layout.header[column] for column in layout.label] if layout.header else []
     numbered = [_PIXEL_NAME.fullmatch(name) for name in names]
-    if all(numbered):
-        return tuple(map(str, range(len(layout.label))))
-    return tuple(names)
+    before = _PIXEL_NAME.fullmatch(layout.header[layout.pixels[-1]]) if names else None
+    if not names or (before and all(match and match[1] == before[1] for match in numbered)):
+        return tuple(map(str, range(len(layout.label))))  # no names of their own: the pixels' go on
+    numbers = [match[2] for match in numbered if match and not match[3]]
+    return tuple(numbers if len(set(numbers)) == len(names) else names)
 
 
 def is_one_hot(fields: list[str]) -> bool:
@@ -186,7 +189,7 @@ def _find_label(
         return (), False
     if largest * largest == len(rest) - 1:
         return _outer_label(header, rest, sample)
-    for side in range(largest, 1, -1):
+    for side in range(largest, max(1, largest - _MOST_SIDES), -1):
         beyond = rest[side * side :]
         if sample and all(is_one_hot([row[column] for column in beyond]) for row in sample):
             return tuple(beyond), False
@@ -216,9 +219,16 @@ def _outer_label(header: tuple[str, ...], rest: list[int], sample: list[list[str
     if len(odd) == 1:
         return (odd[0],), False
     first, last = ({row[column].strip() for row in sample} for column in (rest[0], rest[-1]))
+    inner = {row[column] for row in sample for column in rest[1:-1]}
+    if any(value % 1 for value in _numbers(inner)) and max(_numbers(first)) <= 1 < max(_numbers(last)):
+        return (rest[-1],), False  # pixels of 0 to 1: the column that holds more is the label
     if len(sample) >= MIN_SAMPLE_ROWS and len(first) == 1 < len(last) and first <= {"0", "0.0", "255", "255.0"}:
         return (rest[-1],), True
     return (rest[0],), False
+
+
+def _numbers(fields: set[str]) -> list[float]:
+    return [float(field) for field in fields if NUMBER.fullmatch(field)] or [0.0]
 
 
 def _wrong_count(

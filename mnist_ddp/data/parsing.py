@@ -13,7 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mnist_ddp.data.faults import find_faults
-from mnist_ddp.data.layout import MIN_SAMPLE_ROWS, NUMBER, SAMPLE_ROWS, Layout, decide_layout, one_hot_names, unquote
+from mnist_ddp.data.layout import (
+    MIN_SAMPLE_ROWS,
+    MISSING,
+    NUMBER,
+    SAMPLE_ROWS,
+    Layout,
+    decide_layout,
+    one_hot_names,
+    unquote,
+)
 from mnist_ddp.data.stream import read_blocks
 from mnist_ddp.errors import UserError
 
@@ -220,6 +229,9 @@ def _parse_numbers(lines: bytes, num_rows: int, layout: Layout, dtype: str) -> _
     """Rows in `dtype` or, where it does not fit, float64; None where they are no table of numbers."""
     import pandas as pd
 
+    # Otherwise a carriage return in one row, a newline to pandas, could make up for an empty line, which it skips.
+    if b"\r" in lines and b"\r" in lines.replace(b"\r\n", b""):
+        return None
     if dtype == "uint8" and (table := _parse_bytes(lines, num_rows, layout)):
         return table
     texts = {*layout.ignored, *(layout.label if layout.text_labels else ())}
@@ -311,7 +323,7 @@ def _to_labels(labels: NDArray[Any], layout: Layout) -> NDArray[Any] | None:
         return np.zeros(len(labels), np.int64)
     if layout.text_labels:
         names = np.array([text.strip() for text in labels[:, 0]], dtype=object)
-        return names if all(name and not NUMBER.fullmatch(name) for name in names) else None
+        return names if not any(NUMBER.fullmatch(name) or MISSING.fullmatch(name) for name in names) else None
     right = ((labels == np.floor(labels)) & (np.abs(labels) < 2.0**53)).all()
     return labels[:, 0].astype(np.int64) if right else None
 

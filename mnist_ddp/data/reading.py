@@ -126,8 +126,11 @@ def _rename(labels: Sequence[str], mapping_path: str, path: str) -> tuple[str, .
                     raise UserError(
                         f"--label_names {mapping_path}: row {row} is no label and code point: {line.strip()!r}"
                     )
+                if numbers and numbers[0] in names:
+                    raise UserError(f"--label_names {mapping_path}: row {row} names label {numbers[0]} again")
                 if numbers:
                     names[numbers[0]] = chr(int(numbers[1]))
+                    names[numbers[0]].encode()  # not half of a surrogate pair
     except UserError:
         raise
     except (OSError, ValueError, OverflowError) as error:  # from open, decoding and chr

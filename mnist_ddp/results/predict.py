@@ -269,7 +269,7 @@ def write(
         shares = [f"{value:.6f}" for value in probabilities.tolist()]
         writer.writerows(zip(numbers if names is None else names, labels, shares, strict=True))
     try:
-        write_whole(path, text.getvalue().encode())
+        write_whole(path, text.getvalue().encode(errors="surrogateescape"))  # names of files may be no UTF-8
     except OSError as error:
         raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
 

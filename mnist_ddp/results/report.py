@@ -283,6 +283,10 @@ def main(words: Sequence[str]) -> int:
         make_report(folder)
     except OSError as error:
         raise UserError(f"{folder}: the report cannot be written: {error.strerror or error}") from error
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: its files are damaged, or not those of a run ({error!r})") from error
     print(folder / REPORT)
     return 0
 

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from mnist_ddp.errors import UserError
 from mnist_ddp.files import sync_folder
 
 _DAMAGE = (OSError, ValueError, SafetensorError)  # what reading a checkpoint may raise that is not whole
+_NAME = re.compile(r"epoch-\d{5,}-sample-\d{8,}")  # other folders are not the run's
 TENSORS, VALUES, SUMS = "state.safetensors", "state.json", "SHA256SUMS"
 
 
@@ -96,8 +98,11 @@ class Checkpoints:
             except OSError:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-        for old in self._newest_first()[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+        # One that is newer is damaged: the run went on from an older one.
+        newer = [path for path in self._newest_first() if path.name > final.name]
+        older = [path for path in self._newest_first() if path.name <= final.name]
+        for path in (*newer, *older[self.keep :]):
+            shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> tuple[Snapshot | None, list[str]]:
         """The newest checkpoint that is whole, and a line about each damaged one that was passed over.
@@ -119,7 +124,7 @@ class Checkpoints:
         return None, damaged
 
     def _newest_first(self) -> list[Path]:
-        return sorted(self.folder.glob("epoch-*"), reverse=True)
+        return sorted((path for path in self.folder.glob("epoch-*") if _NAME.fullmatch(path.name)), reverse=True)
 
 
 @contextlib.contextmanager

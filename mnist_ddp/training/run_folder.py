@@ -84,7 +84,8 @@ class RunFolder:
             run: what identifies this run, see `describe_run`.
 
         Returns:
-            Its newest whole checkpoint and its result, None where there is none; and lines to print.
+            Its newest whole checkpoint and, where it is complete, its result, each None where there is none; and lines
+            to print.
 
         Raises:
             UserError: the run in the folder has other settings or data, or all of its checkpoints are damaged.
@@ -110,8 +111,17 @@ class RunFolder:
                 f"the global batch changes from {saved['global_batch']} to {run['global_batch']}: from here on the run "
                 "differs from an uninterrupted one"
             )
-        result_path = self.path / RESULT
-        return snapshot, json.loads(result_path.read_text()) if result_path.exists() else None, notes
+        return snapshot, self._result(), notes
+
+    def _result(self) -> dict[str, Any] | None:
+        """The outcome of a run whose model and report are there as well; None: they are to be made, or made again."""
+        if not all((self.path / name).exists() for name in (f"{MODEL}/model.safetensors", "report.json")):
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            result = json.loads((self.path / RESULT).read_text())
+            if isinstance(result, dict) and {"status", "epochs", "test_accuracy"} <= result.keys():
+                return result
+        return None
 
     def begin(self, settings: Settings, state: TrainingState) -> None:
         """Writes settings.yaml, and brings metrics.jsonl to where `state` stands; removes a run that is replaced.

@@ -1,5 +1,6 @@
 """The experiment tracker of a run, through Accelerate."""
 
+import contextlib
 import json
 import uuid
 from collections.abc import Mapping
@@ -24,8 +25,12 @@ def start_tracker(
         first_step: of what will be logged; what a killed run has logged from there on is dropped by TensorBoard.
     """
     path = folder / "tracker.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    known = earlier.get("run") if earlier.get("tracker") == name else None
+    known = None
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, KeyError
+    ):  # without the file, or its content, it is a new run
+        earlier = json.loads(path.read_text())
+        known = str(earlier["run"]) if earlier["tracker"] == name else None
     run = known or f"{folder.resolve().name}-{uuid.uuid4().hex[:8]}"
     options: dict[str, Any] = {
         "tensorboard": {"purge_step": first_step},

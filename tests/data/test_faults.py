@@ -76,6 +76,12 @@ VALUES = {
     "label among pixels of 0 and 1": Fault(
         "0,0,1,1,0\n1,1,0,0,1\n" * 6 + "1.5,0,1,1,0\n", "row 13, column 1: label '1.5' is fractional"
     ),
+    "missing name": Fault(
+        "cat,0,9,1,0\ndog,1,9,0,1\n" * 6 + "nan,0,0,1,1\n", "row 13, column 1: label 'nan' is a missing value"
+    ),
+    "a return and an empty line that make up for each other": Fault(
+        plain("1,2,3,4,5\r1,2,3,4,5", ""), "row 4 has 9 fields instead of 5; row 5 is empty"
+    ),
     "NaN": Fault(plain("1,2,NaN,4,5"), "row 4, column 3: 'NaN' is not a number"),
     "NA": Fault(plain("1,2,3,4,NA"), "row 4, column 5: 'NA' is not a number"),
     "text": Fault(plain("1,2,abc,4,5"), "row 4, column 3: 'abc' is not a number"),

@@ -265,7 +265,7 @@ READ = (
 def test_offline_is_one_line_that_names_what_works_without(tmp_path: Path) -> None:
     assert run(READ, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) == (
         "2: error: --dataset ylecun/mnist: no such folder, and the Hub cannot be reached; a folder of Parquet files, "
-        "of class-named folders of images or of save_to_disk would do, or a CSV file with --mnist_file_path\n"
+        "of class-named folders of images or of save_to_disk would do, or a CSV file\n"
     )
 
 

@@ -97,6 +97,36 @@ def test_labels_may_be_names(header: list[list[str]], tmp_path: Path) -> None:
     check(read_image_set(path), names)
 
 
+def test_a_last_column_above_1_beside_pixels_of_0_to_1_is_the_label(tmp_path: Path) -> None:
+    path = tmp_path / "last.csv"
+    path.write_text(text(rows(label_last=True, show=lambda pixel: f"{pixel / 255:.4f}")))
+    found = read_image_set(path)
+    assert [found.class_names[label] for label in found.labels] == [str(label) for label in LABELS]
+    assert np.array_equal(found.images.flatten(1).numpy(), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        (("label_3", "label_7"), ("3", "7")),
+        (("label_1", "label_0"), ("1", "0")),
+        (("3", "7"), ("3", "7")),
+        (("pixel9", "pixel10"), ("0", "1")),  # the pixels' own names go on
+    ],
+)
+def test_one_hot_columns_with_numbers_are_the_classes(
+    names: tuple[str, ...], classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "hot.csv"
+    bits = [["1", "0"], ["0", "1"]] * 6
+    pixels = [[str(value) for value in range(number, number + 9)] for number in range(12)]
+    header = [*(f"pixel{n}" for n in range(9)), *names]
+    path.write_text(text([header, *(image + hot for image, hot in zip(pixels, bits, strict=True))]))
+    found = read_image_set(path)
+    assert found.class_names == classes
+    assert found.labels.tolist() == [0, 1] * 6
+
+
 def test_one_hot_columns_with_names_are_the_classes(tmp_path: Path) -> None:
     path = tmp_path / "hot.csv"
     path.write_text(text([[*NAMES, *"abcdefghij"], *one_hot()]))

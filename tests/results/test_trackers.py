@@ -79,8 +79,9 @@ def test_tensorboard_drops_what_a_killed_run_logged_beyond_its_checkpoint(tmp_pa
     assert len(settings) == 1, "they were logged again"
 
 
-def test_another_tracker_starts_another_run(tmp_path: Path) -> None:
-    (tmp_path / "tracker.json").write_text(json.dumps({"tracker": "wandb", "run": "known to wandb"}))
+@pytest.mark.parametrize("text", [json.dumps({"tracker": "wandb", "run": "known to wandb"}), '{"tracker": "tens', "[]"])
+def test_another_tracker_starts_another_run_as_does_a_damaged_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tracker.json").write_text(text)
     assert log("tensorboard", tmp_path, 1)["tracker"] == "tensorboard"
 
 

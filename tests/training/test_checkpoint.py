@@ -90,6 +90,18 @@ def test_a_damaged_checkpoint_is_replaced_when_its_run_gets_there_again(tmp_path
     assert same(checkpoints.newest()[0], snapshot(2))
 
 
+def test_a_damaged_checkpoint_does_not_crowd_out_a_whole_one(tmp_path: Path) -> None:
+    """Nor does another folder."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(snapshot(4))
+    (tmp_path / "epoch-00005-sample-00000000").mkdir()
+    (tmp_path / "epoch-99999-backup").mkdir()
+    assert same(checkpoints.newest()[0], snapshot(4))
+    checkpoints.save(snapshot(4, 20))
+    assert same(checkpoints.newest()[0], snapshot(4, 20))
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch-00004-sample-00000020", "epoch-99999-backup"}
+
+
 @pytest.mark.parametrize("name", [TENSORS, VALUES, SUMS])
 def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path: Path, name: str) -> None:
     class Malicious:
