@@ -107,6 +107,8 @@ def train(settings: Settings) -> int:
             weight_decay=s.weight_decay,
             ema_decay=s.ema_decay,
         )
+        # Before a collective, so that all processes handle signals once one has printed its start line.
+        signals = StopSignals(accelerator)
         # After a restart, rank 0 may be on a machine whose folder is behind, or empty.
         snapshot, earlier, notes = from_furthest(
             lambda: folder.resume(run) if folder else (None, None, []),
@@ -127,7 +129,6 @@ def train(settings: Settings) -> int:
 
         gc.freeze()  # nor is it looked through at exit, which would take a second
         gc.enable()
-        signals = StopSignals(accelerator)
         watchdog.watch(collective_seconds(s.timeout_seconds))
         profile = profile_steps(accelerator, Path(s.pt_path) / "profile") if s.profile else nullcontext(lambda: None)
         with profile as after_step:

@@ -33,6 +33,7 @@ LAUNCHERS = {
     "accelerate launch": "accelerate launch --multi_gpu --num_processes 2",
 }
 FLAGS = "--epochs 6 --batch_size 40 --width 4 --patience 6 --log_with none --cache_dir= --checkpoint_every_steps 3"
+START = "train / val / test images"  # of the start line, when all processes handle signals
 _TIMEOUT_SECONDS = 120.0
 
 
@@ -160,7 +161,7 @@ def killed_run(launcher: str, digits: Path, folder: Path, choose: random.Random,
     """A run that is killed `kills` times, at moments up to `seconds` after its start line, and then left alone."""
     for _ in range(kills):
         run = Run(launcher, digits, folder)
-        if run.wait_for("parameters"):
+        if run.wait_for(START):
             time.sleep(choose.uniform(0, seconds / kills))  # each start has less left to do
             ranks = run.ranks()  # none where it has just ended
             victims: list[Callable[[], object]] = [run.kill_all, run.process.kill, *(rank.kill for rank in ranks)]
@@ -185,19 +186,19 @@ def _trial(name: str, results: list[bool]) -> Iterator[None]:
         print(f"  LOST  {name}: {error}", flush=True)
 
 
-def kill_trials(scratch: Path, digits: Path, trials: int, results: list[bool]) -> None:
+def kill_trials(scratch: Path, digits: Path, launchers: list[str], quick: bool, results: list[bool]) -> None:
     """Runs killed at random moments equal the one that was left alone."""
     choose = random.Random(0)
-    for launcher in ("python", "torchrun"):
+    for launcher in launchers:
         untouched = scratch / f"untouched-{launcher}"
         run = Run(launcher, digits, untouched)
-        run.wait_for("parameters")
+        run.wait_for(START)
         started = time.monotonic()
         if run.end() != 0:
             raise RuntimeError(run.said())
         seconds = time.monotonic() - started
         expected = outcome(untouched)
-        for trial in range(trials // 2):
+        for trial in range(2 if quick else 10):
             kills = 1 + trial % 3
             with _trial(f"{launcher}, killed {kills} times, trial {trial + 1}", results):
                 got = killed_run(launcher, digits, scratch / f"killed-{launcher}-{trial}", choose, kills, seconds)
@@ -250,7 +251,7 @@ def signal_trials(scratch: Path, digits: Path, launchers: list[str], results: li
     for launcher in launchers:
         for target in ("launcher", "last rank"):
             for number in (signal.SIGTERM, signal.SIGINT):
-                for moment in ("parameters", "epoch   2"):
+                for moment in (START, "epoch   2"):
                     name = f"{launcher}, {number.name} to {target} after {' '.join(moment.split())!r}"
                     with _trial(name, results):
                         check_signal(launcher, target, number, moment, digits, scratch / f"signal-{len(results)}")
@@ -259,15 +260,19 @@ def signal_trials(scratch: Path, digits: Path, launchers: list[str], results: li
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few trials of each kind")
-    quick = parser.parse_args().quick
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="only these")
+    args = parser.parse_args()
+    quick = args.quick
     results: list[bool] = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         digits = write_digits(scratch / "digits.csv", 1000)
         print("killed with SIGKILL at random moments, started again until done:")
-        kill_trials(scratch, digits, 4 if quick else 20, results)
+        kill_trials(
+            scratch, digits, [name for name in ("python", "torchrun") if name in args.launchers], quick, results
+        )
         print("stopped with a signal, started again:")
-        signal_trials(scratch, digits, ["self-started"] if quick else list(LAUNCHERS), results)
+        signal_trials(scratch, digits, ["self-started"] if quick else args.launchers, results)
     print(f"survived {sum(results)} of {len(results)}")
     return 0 if all(results) else 1
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.faults import Run, check_signal, killed_run, outcome, write_digits
+from benchmarks.faults import START, Run, check_signal, killed_run, outcome, write_digits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -179,7 +179,7 @@ def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
     """Each step of one process takes longer than any other's, but all together far longer than the timeout."""
     run = Run("self-started", digits, folder, "--epochs", "2", "--timeout_seconds", "4")
     try:
-        assert run.wait_for("parameters"), run.said()
+        assert run.wait_for(START), run.said()
         slow = run.ranks()[1]
         started = time.monotonic()
         while run.process.poll() is None and time.monotonic() - started < 8:
