@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from accelerate.utils import (
 from torch import Tensor
 from tqdm import tqdm
 
-from mnist_ddp.errors import UserError, exit_with_one_line, stop_signals_received, wait_for_first_speaker
+from mnist_ddp.errors import UserError, exit_with_one_line, stop_signals_received, tell, wait_for_first_speaker
 from mnist_ddp.settings import Settings
 
 T = TypeVar("T")
@@ -170,15 +170,17 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
         faulthandler.cancel_dump_traceback_later()
         for number in _STOP_SIGNALS:  # the launcher may end this process now
             signal.signal(number, signal.SIG_DFL)
-        if isinstance(error, UserError):
+        if isinstance(error, UserError) and not dist.is_initialized():
             raise
+        if isinstance(error, UserError):
+            tell(error)
+            _leave(2)
         if not _lost_peer(error):
-            wait_for_first_speaker(1.5)  # less than after a UserError: the first one leaves without a teardown
+            wait_for_first_speaker(1.5)
             traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)  # at once: tearing a broken process group down can wait for the others
+            _leave(1)
         if stop_signals_received:  # the launcher is ending this process, and the peer at fault has spoken
-            return 1
+            _leave(1)
         rank = os.environ.get("RANK", "0")
         if "timed out" in str(error).lower():
             for silent in _silent_ranks(rank):
@@ -192,7 +194,14 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
             f"killed or its machine is gone ({str(error).splitlines()[0]})",
             file=sys.stderr,
         )
-        return 1
+        _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends this process at once: torn down while its peers leave too, a process group may wait for them, or abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _end_with(parent: int) -> None:

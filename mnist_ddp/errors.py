@@ -26,12 +26,17 @@ def wait_for_first_speaker(seconds: float = 3.0) -> None:
         time.sleep(seconds)
 
 
+def tell(error: UserError) -> None:
+    """Says it once for all processes of this machine, see `wait_for_first_speaker`."""
+    wait_for_first_speaker()
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def exit_with_one_line() -> Iterator[None]:
     """Turns a UserError into one line on stderr and exit status 2, without a traceback."""
     try:
         yield
     except UserError as error:
-        wait_for_first_speaker()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        tell(error)
         sys.exit(2)
