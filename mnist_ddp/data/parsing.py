@@ -232,9 +232,9 @@ def _parse_numbers(lines: bytes, num_rows: int, layout: Layout, dtype: str) -> _
     # Otherwise a carriage return in one row, a newline to pandas, could make up for an empty line, which it skips.
     if b"\r" in lines and b"\r" in lines.replace(b"\r\n", b""):
         return None
-    if dtype == "uint8" and (table := _parse_bytes(lines, num_rows, layout)):
-        return table
     texts = {*layout.ignored, *(layout.label if layout.text_labels else ())}
+    if dtype == "uint8" and not texts and (table := _parse_bytes(lines, num_rows, layout)):
+        return table
     for number in dict.fromkeys((dtype, "float64")):
         by_column: Any = {column: "object" if column in texts else number for column in range(layout.num_columns)}
         try:

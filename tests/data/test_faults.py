@@ -246,6 +246,12 @@ def test_last_number_that_may_have_been_cut_is_said(last: str, warned: bool, tmp
     assert found.notes == ((note,) if warned else ())
 
 
+def test_number_among_names_is_told_in_a_block_of_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mnist_ddp.data.stream.BLOCK_BYTES", 10)
+    content = text(rows(["cat", "dog", "cat"] * 4)) + "7,1,2,3,4\n"
+    assert refusal(content, tmp_path) == "row 13, column 1: label '7' is a number among names"
+
+
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path / "nothing.csv", "No such file or directory"),
