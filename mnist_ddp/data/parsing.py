@@ -1,4 +1,4 @@
-"""A CSV file -> pixels and labels, read by pandas block by block in constant memory."""
+"""A CSV file -> pixels and labels, block by block in constant memory: bytes by NumPy, other numbers by pandas."""
 
 import csv
 import dataclasses
@@ -183,7 +183,7 @@ def _parse_ahead(
 ) -> Iterator[tuple[_Lines, "_Table | None"]]:
     """Yields each block with what `parse` makes of it, in order, while threads parse the next ones.
 
-    pandas lets go of the interpreter's lock for most of the time.
+    NumPy and pandas let go of the interpreter's lock for most of the time.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(cores, _MAX_THREADS)
@@ -219,7 +219,7 @@ def _number_rows(path: str, header: bool) -> Iterator[_Lines]:
 
 
 class _Table(NamedTuple):
-    """Rows as pandas reads them."""
+    """Rows as they stand in the file."""
 
     pixels: NDArray[Any]  # (n, side * side) uint8 or float64
     labels: NDArray[Any]  # (n, k) of the same type, or object: a label, one-hot labels, or none
@@ -227,14 +227,16 @@ class _Table(NamedTuple):
 
 def _parse_numbers(lines: bytes, num_rows: int, layout: Layout, dtype: str) -> _Table | None:
     """Rows in `dtype` or, where it does not fit, float64; None where they are no table of numbers."""
-    import pandas as pd
-
-    # Otherwise a carriage return in one row, a newline to pandas, could make up for an empty line, which it skips.
-    if b"\r" in lines and b"\r" in lines.replace(b"\r\n", b""):
-        return None
+    if b"\r" in lines:
+        lines = lines.replace(b"\r\n", b"\n")
+        # A carriage return in one row, a newline to pandas, could make up for an empty line, which it skips.
+        if b"\r" in lines:
+            return None
     texts = {*layout.ignored, *(layout.label if layout.text_labels else ())}
     if dtype == "uint8" and not texts and (table := _parse_bytes(lines, num_rows, layout)):
         return table
+    import pandas as pd
+
     for number in dict.fromkeys((dtype, "float64")):
         by_column: Any = {column: "object" if column in texts else number for column in range(layout.num_columns)}
         try:
@@ -259,29 +261,35 @@ def _parse_numbers(lines: bytes, num_rows: int, layout: Layout, dtype: str) -> _
 
 
 def _parse_bytes(lines: bytes, num_rows: int, layout: Layout) -> _Table | None:
-    """Rows of whole numbers from 0 to 255; None where they are anything else.
+    """Rows of whole numbers from 0 to 255, each of one to three digits; None where they are anything else.
 
-    Once the separators are known to be where they belong, all numbers are read as one long column. This takes half of
-    the time: with hundreds of columns, pandas spends as much on each column of a block as on its numbers.
+    Looks at all bytes at once, in a fifth of the time that pandas takes: with hundreds of columns, that one spends as
+    much on each column of a block as on its numbers.
     """
-    import pandas as pd
-
-    separator = layout.separator.encode()
-    lines = lines.replace(b"\r\n", b"\n")
-    if not lines.endswith(b"\n"):
-        lines += b"\n"
-    row = separator * (layout.num_columns - 1) + b"\n"
-    if lines.translate(None, b"0123456789") != row * num_rows:
+    ending = b"" if lines.endswith(b"\n") else b"\n"
+    # Three newlines first, so that each byte of `lines` has three before it.
+    text = np.frombuffer(b"".join((b"\n\n\n", lines, ending)), np.uint8)
+    digits = text - ord("0")  # above 9 where the byte is no digit
+    is_digit = digits < 10
+    here, last, second, third = (is_digit[3 - back : len(text) - back] for back in range(4))
+    ends = np.flatnonzero(~here)  # the byte after each number
+    newlines = np.flatnonzero(text[3:] == ord("\n"))
+    if (
+        len(ends) != num_rows * layout.num_columns
+        or len(ends) != len(newlines) + np.count_nonzero(text == ord(layout.separator))
+        or not np.array_equal(newlines, ends[layout.num_columns - 1 :: layout.num_columns])
+        or not (here | last).all()  # a blank
+        or (here & last & second & third).any()
+    ):
         return None
-    column = io.BytesIO(lines.replace(separator, b"\n"))
-    try:
-        frame = pd.read_csv(column, header=None, dtype="uint8", engine="c", quoting=csv.QUOTE_NONE, na_filter=False)
-    except (ValueError, OverflowError):
+    # For each byte, the number that the digits before it make: one above 255 wraps to less than its last two digits.
+    digits *= is_digit
+    below_100 = digits[1:-2] * 10 + digits[2:-1]
+    hundreds = digits[:-3] * (last & second)
+    numbers = hundreds * 100 + below_100
+    if hundreds.max() > 2 or (numbers < below_100).any():
         return None
-    numbers = frame.to_numpy()
-    if numbers.size != num_rows * layout.num_columns:  # a field without digits is an empty line, which pandas skips
-        return None
-    table = numbers.reshape(num_rows, layout.num_columns)
+    table = numbers[ends].reshape(num_rows, layout.num_columns)
     return _Table(table[:, _slice(layout.pixels)], table[:, list(layout.label)])
 
 

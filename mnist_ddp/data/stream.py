@@ -12,7 +12,7 @@ from typing import IO, Any, BinaryIO
 
 from mnist_ddp.errors import UserError
 
-BLOCK_BYTES = 8 << 20  # about 4,000 rows of 28x28; a few of them at most are in memory as text
+BLOCK_BYTES = 4 << 20  # about 2,000 rows of 28x28; a few of them at most are in memory as text
 
 _UTF_16 = "is UTF-16 text; save it as UTF-8"
 _NOT_CSV = {

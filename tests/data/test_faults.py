@@ -246,6 +246,23 @@ def test_last_number_that_may_have_been_cut_is_said(last: str, warned: bool, tmp
     assert found.notes == ((note,) if warned else ())
 
 
+def test_every_number_is_read_as_it_stands_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "right.csv"
+    right = [f"{number:0{width}}" for number in range(256) for width in range(1, 6)]
+    for place in range(1, 5):
+        table = [[str(row % 2), "99", "99", "99", "99"] for row in range(len(right))]
+        for row, number in zip(table, right, strict=True):
+            row[place] = number
+        for some in ([row for row in table if len(row[place]) < 4], table):  # all short, and not
+            path.write_text(text(some))
+            assert read_image_set(path).images.flatten(1).tolist() == [
+                [int(field) for field in row[1:]] for row in some
+            ]
+    for number in [*range(256, 310), *range(310, 1100, 13), 2**16, 2**32]:
+        fault = f"row 4, column 5: {number} is above 255"
+        assert refusal(plain(f"7,1,2,3,{number}"), tmp_path) == fault
+
+
 def test_number_among_names_is_told_in_a_block_of_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mnist_ddp.data.stream.BLOCK_BYTES", 10)
     content = text(rows(["cat", "dog", "cat"] * 4)) + "7,1,2,3,4\n"
