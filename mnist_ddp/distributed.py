@@ -38,6 +38,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mnist_ddp.errors import UserError, exit_with_one_line, stop_signals_received, tell, wait_for_first_speaker
+from mnist_ddp.rendezvous import INIT_METHOD
 from mnist_ddp.settings import Settings
 
 T = TypeVar("T")
@@ -182,7 +183,7 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
         if stop_signals_received:  # the launcher is ending this process, and the peer at fault has spoken
             _leave(1)
         rank = os.environ.get("RANK", "0")
-        if "timed out" in str(error).lower():
+        if "timed out" in str(error).lower() and dist.is_initialized():
             for silent in _silent_ranks(rank):
                 print(
                     f"error: rank {silent} is stuck or out of reach: it kept rank {rank} waiting until the timeout",
@@ -284,7 +285,9 @@ def start_accelerator(
         # Uneven: padding would count samples of an evaluation twice.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds(timeout_seconds))),
+            InitProcessGroupKwargs(
+                init_method=INIT_METHOD, timeout=timedelta(seconds=collective_seconds(timeout_seconds))
+            ),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
