@@ -35,6 +35,7 @@ LAUNCHERS = {
 FLAGS = "--epochs 6 --batch_size 40 --width 4 --patience 6 --log_with none --cache_dir= --checkpoint_every_steps 3"
 START = "train / val / test images"  # of the start line, when all processes handle signals
 _TIMEOUT_SECONDS = 120.0
+programs = Path(sys.executable).parent  # where python, torchrun and accelerate are
 
 
 def write_digits(path: Path, rows: int) -> Path:
@@ -74,7 +75,7 @@ class Run:
         self.output = folder.with_name(f"{folder.name}-{identity}.log")
         surroundings = {
             name: value,
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
         }
         with open(self.output, "w") as log:
@@ -105,14 +106,16 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes, in the order in which they were started."""
-        trains = [p for p in self.session() if any(word.endswith((self.script, "spawn_main")) for word in _words(p))]
-        parents = {p.ppid() for p in trains}
-        return [p for p in trains if p.pid not in parents]
+        own = [p for p in self.session() if any(word.endswith((self.script, "spawn_main")) for word in _words(p))]
+        # A launcher names the script too.
+        return [p for p in own if "\0RANK=" in _environment(p) or "spawn_main" in _words(p)] or own
 
     def end(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
         """Waits for the exit status, and for all processes to be gone."""
         try:
             return self.process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"did not end within {timeout_seconds} s:\n{self.said()}") from error
         finally:
             self.kill_all()
 

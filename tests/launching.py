@@ -1,5 +1,7 @@
 """Runs a command as a user would, and sees to it that nothing of it is left behind."""
 
+import atexit
+import functools
 import json
 import os
 import shlex
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 # Every process of a command inherits this variable. Process groups would not do: torchrun starts a new one for each
@@ -45,13 +48,36 @@ class Ended:
         return f"exit status {self.status}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
-def run(command: str, folder: Path | None = None, *, timeout_seconds: float = 100.0, **environment: str) -> Ended:
+@functools.cache
+def warm_programs() -> str:
+    """A folder with `python`, `torchrun` and `accelerate` that start at once, see warm.py, until the tests end."""
+    folder = tempfile.TemporaryDirectory()
+    server = warm.start(folder.name)
+
+    def end() -> None:
+        with server:
+            server.kill()
+        folder.cleanup()
+
+    atexit.register(end)
+    return folder.name
+
+
+def run(
+    command: str,
+    folder: Path | None = None,
+    *,
+    timeout_seconds: float = 100.0,
+    fresh: bool = False,
+    **environment: str,
+) -> Ended:
     """Runs `command` from the root of the repository, without GPUs, and waits for it.
 
     Args:
         command: split as a shell would; programs are those of the Python that runs the tests.
         folder: given to the command as --pt_path.
         timeout_seconds: after which all processes of the command are killed.
+        fresh: whether its processes are interpreters of their own, as a user's, and not forked by `warm_programs`.
         environment: beside PATH, HOME and the like, all that the command sees: what surrounds the tests cannot change
         them.
 
@@ -62,7 +88,9 @@ def run(command: str, folder: Path | None = None, *, timeout_seconds: float = 10
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as scratch:
         surroundings = {name: os.environ[name] for name in ("LANG", "LD_LIBRARY_PATH") if name in os.environ} | {
-            "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
+            "PATH": os.pathsep.join(
+                [*([] if fresh else [warm_programs()]), sysconfig.get_path("scripts"), os.environ["PATH"]]
+            ),
             "HOME": scratch,
             "TMPDIR": scratch,
             "CUDA_VISIBLE_DEVICES": "",

@@ -1,7 +1,6 @@
 """Runs functions on the real processes of a gloo group.
 
-The processes are started once and kept for the next function: importing torch and Accelerate takes them longer than
-most tests. They end with the test run, or when a function fails on one of them.
+The processes are started once and kept for the next function. They end with the test run, or when a function fails on one of them.
 """
 
 import atexit
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from launching import warm_programs
 
 from mnist_ddp.distributed import start_accelerator
 
@@ -117,6 +117,7 @@ def leave_group() -> None:
 
 def _start() -> _Rank:
     context = mp.get_context("spawn")
+    context.set_executable(f"{warm_programs()}/python")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there,), daemon=True)
     process.start()

@@ -9,16 +9,32 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from launching import warm_programs
 
+from benchmarks import faults
 from benchmarks.faults import START, Run, check_signal, killed_run, outcome, write_digits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _started_at_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "programs", Path(warm_programs()))
+        yield
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what depends on parents or on stopped processes, see warm.py."""
+    monkeypatch.setattr(faults, "programs", Path(sys.executable).parent)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +83,7 @@ def test_torchrun_restarts_a_killed_worker_from_the_checkpoint(untouched: Path, 
     assert outcome(folder) == outcome(untouched)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_killed_launcher_leaves_no_process_behind(digits: Path, folder: Path) -> None:
     for launcher in ("torchrun", "self-started"):
         run = Run(launcher, digits, folder, "--epochs", "1000", "--resume", "never")
@@ -162,6 +179,7 @@ def test_a_process_that_hangs_is_named_with_its_stack(digits: Path, folder: Path
     assert "in hang_here" in run.said(), run.said()
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_process_that_is_suspended_is_named_and_killed(digits: Path, folder: Path) -> None:
     run = Run("self-started", digits, folder, "--epochs", "1000", "--timeout_seconds", "6")
     try:
@@ -175,6 +193,7 @@ def test_a_process_that_is_suspended_is_named_and_killed(digits: Path, folder: P
     assert "error: rank 1 is stuck or out of reach" in run.said(), run.said()
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
     """Each step of one process takes longer than any other's, but all together far longer than the timeout."""
     run = Run("self-started", digits, folder, "--epochs", "2", "--timeout_seconds", "4")

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
-from launching import ROOT, Ended, run
+from launching import ROOT, Ended, run, warm_programs
 
 LAUNCH = ROOT / "launch"
 pytestmark = pytest.mark.timeout(240)
@@ -91,7 +91,7 @@ def test_the_batch_script_asks_for_another_turn_after_a_time_limit(small_csv: Pa
         )
     )
     environment = {
-        "PATH": os.pathsep.join([str(tmp_path), str(Path(os.sys.executable).parent), os.environ["PATH"]]),  # type: ignore[attr-defined]
+        "PATH": os.pathsep.join([str(tmp_path), warm_programs(), os.environ["PATH"]]),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node[1]",
         "SLURM_JOB_NUM_NODES": "1",

@@ -156,7 +156,7 @@ def test_another_version_of_the_code_is_refused(cluster: Cluster, small_csv: Pat
     flags = f"--mnist_file_path {small_csv} --epochs 2 --batch_size 20 --pt_path {tmp_path / 'pt'}"
     command = f"accelerate launch {config} --machine_rank {{machine}} {TRAIN} {flags}"
     started = [
-        cluster.start(m.index, command.format(machine=m.index), mounts={ROOT: copy} if m.index else {})
+        cluster.start(m.index, command.format(machine=m.index), mounts={ROOT: copy} if m.index else {}, fresh=True)
         for m in cluster.machines
     ]
     ended = [future.result() for future in started]
