@@ -77,7 +77,8 @@ def run(
         command: split as a shell would; programs are those of the Python that runs the tests.
         folder: given to the command as --pt_path.
         timeout_seconds: after which all processes of the command are killed.
-        fresh: whether its processes are interpreters of their own, as a user's, and not forked by `warm_programs`.
+        fresh: whether its processes are interpreters of their own, as a user's, and not forked by `warm_programs`. So
+            they are where the environment has settings of the Hub, which its library reads as it is imported.
         environment: beside PATH, HOME and the like, all that the command sees: what surrounds the tests cannot change
         them.
 
@@ -85,6 +86,7 @@ def run(
         AssertionError: the command did not end in time, or a process of it was left behind. It has been killed.
     """
     words = shlex.split(command) + (["--pt_path", str(folder)] if folder else [])
+    fresh = fresh or any(name.startswith("HF_") for name in environment)
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as scratch:
         surroundings = {name: os.environ[name] for name in ("LANG", "LD_LIBRARY_PATH") if name in os.environ} | {

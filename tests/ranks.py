@@ -1,6 +1,7 @@
 """Runs functions on the real processes of a gloo group.
 
-The processes are started once and kept for the next function. They end with the test run, or when a function fails on one of them.
+The processes are started once and kept for the next function. They end with the test run, or when a function fails on
+one of them.
 """
 
 import atexit

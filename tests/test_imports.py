@@ -96,7 +96,7 @@ def test_matplotlib_is_imported_by_pictures_alone(module: str) -> None:
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_only_training_check_and_distributed_touch_collectives(module: str) -> None:
-    if part_of(module) in ("training", "check", "distributed"):
+    if part_of(module) in ("training", "check", "distributed", "rendezvous"):
         return
     if module != "mnist_ddp.model.batchnorm":  # as nn.SyncBatchNorm does
         assert not {name for name in imports_of(module) if name.startswith("torch.distributed")}

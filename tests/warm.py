@@ -22,10 +22,23 @@ if TYPE_CHECKING:
 
 # Not the project's own modules, which some tests change.
 PRELOADED = (
-    "torch._dynamo torch.distributed.run torch.multiprocessing accelerate.commands.accelerate_cli accelerate.commands.launch "
-    "pandas pyarrow.ipc safetensors.torch yaml tyro tqdm huggingface_hub.repocard PIL.Image PIL.PngImagePlugin "
-    "matplotlib.figure matplotlib.backends.backend_svg matplotlib.backends.backend_agg"
-).split()
+    "torch._dynamo",
+    "torch.distributed.run",
+    "torch.multiprocessing",
+    "accelerate.commands.accelerate_cli",
+    "accelerate.commands.launch",
+    "pandas",
+    "pyarrow.ipc",
+    "safetensors.torch",
+    "yaml",
+    "tyro",
+    "tqdm",
+    "huggingface_hub.repocard",
+    "PIL.Image",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+)
 _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}  # CLONE_NEW* of linux/sched.h
 _FIRST_OWN_FD = 3
 
@@ -144,7 +157,7 @@ def _run(request: dict, received: list[int]) -> int:
     while words[0][:1] == "-" and words[0] not in ("-c", "-m"):
         flags.append(words.pop(0))
     unbuffered = "-u" in flags  # the others change nothing here
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (
         os.fdopen(fd, "w", encoding="utf-8", errors=errors, closefd=False)
         for fd, errors in ((1, "strict"), (2, "backslashreplace"))
