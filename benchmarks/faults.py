@@ -83,7 +83,7 @@ def staying(*args, **kwargs):
     calls += 1
     if calls == {call}:
         print("{moment} is under way", flush=True)
-        time.sleep(0.5)
+        time.sleep(0.3)
         print("{moment} goes on", flush=True)
     return sound(*args, **kwargs)
 
