@@ -42,7 +42,7 @@ _TIMEOUT_SECONDS = 120.0
 MOMENTS = {
     "training": ("loop.train_step", 25),
     "evaluation": ("loaders.EvaluationSamples.__getitems__", 3),
-    "saving": ("checkpoint.sync_folder", 13),
+    "saving": ("checkpoint.sync_folder", 5),
     "data loading": ("loaders.TrainingSamples.__getitems__", 25),
 }
 # train_accel.py that tells the steps it has taken, and stays once in a function for a while. Processes that start
@@ -288,7 +288,9 @@ def check_signal(
         stay = STAYS.format(function=function, call=call, moment=moment)
         words = f"{moment} is under way"
     script.write_text(TELLS.format(stay=stay))
-    run = Run(launcher, digits, folder, "--epochs", "1000", "--patience", "1000", script=script)
+    # No checkpoints but those of epochs: one in the middle of them is the stop's own.
+    flags = ("--epochs", "1000", "--patience", "1000", "--checkpoint_every_steps", "0")
+    run = Run(launcher, digits, folder, *flags, script=script)
     try:
         assert run.wait_for(START), run.said()
         victim = run.process if target == "launcher" else run.ranks()[-1]  # takes a while to find
