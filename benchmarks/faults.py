@@ -1,6 +1,6 @@
 """Kills, stops and starts real runs, and compares what comes out with a run that was left alone.
 
-    python -m benchmarks.faults            # everything, some ten minutes on two cores
+    python -m benchmarks.faults            # everything, a quarter of an hour on two cores
     python -m benchmarks.faults --quick    # a few of each kind
 
 Prints a line per trial and, at the end, "survived N of N". Exit status 1 where a trial was lost.
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -36,6 +37,60 @@ FLAGS = "--epochs 6 --batch_size 40 --width 4 --patience 6 --log_with none --cac
 START = "train / val / test images"  # of the start line, when all processes handle signals
 _TIMEOUT_SECONDS = 120.0
 programs = Path(sys.executable).parent  # where python, torchrun and accelerate are
+
+# Moments of a run: a function that is under way then, and which call of it is the first to be met with. The second of a
+# checkpoint's sync_folder follows its renaming: an odd number is before it.
+MOMENTS = {
+    "training": ("loop.train_step", 25),
+    "evaluation": ("loaders.EvaluationSamples.__getitems__", 3),
+    "saving": ("checkpoint.sync_folder", 5),
+    "data loading": ("loaders.TrainingSamples.__getitems__", 25),
+}
+# train_accel.py that tells the steps it has taken, and stays once in a function for a while. Processes that start
+# themselves import it too.
+TELLS = """
+import sys
+
+import train_accel
+from mnist_ddp.errors import exit_with_one_line
+from mnist_ddp.training import loop
+
+train_step = loop.train_step
+
+
+def telling(accelerator, state, *args, **kwargs):
+    result = train_step(accelerator, state, *args, **kwargs)
+    print(f"took step {{state.step}}", flush=True)
+    return result
+
+
+loop.train_step = telling
+{stay}
+if __name__ == "__main__":
+    with exit_with_one_line():
+        sys.exit(train_accel.main())
+"""
+STAYS = """
+import time
+
+from mnist_ddp.data import loaders
+from mnist_ddp.training import checkpoint
+
+sound, calls = {function}, 0
+
+
+def staying(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == {call}:
+        print("{moment} is under way", flush=True)
+        time.sleep(0.3)
+        print("{moment} goes on", flush=True)
+    return sound(*args, **kwargs)
+
+
+{function} = staying
+"""
 
 
 def write_digits(path: Path, rows: int) -> Path:
@@ -178,12 +233,14 @@ def killed_run(launcher: str, digits: Path, folder: Path, choose: random.Random,
 
 
 @contextmanager
-def _trial(name: str, results: list[bool]) -> Iterator[None]:
+def _trial(name: str, results: list[bool]) -> Iterator[list[str]]:
+    """Counts what the block says of a trial; what it adds to the list is printed."""
     started = time.monotonic()
+    remarks: list[str] = []
     try:
-        yield
+        yield remarks
         results.append(True)
-        print(f"  ok    {name} ({time.monotonic() - started:.0f} s)", flush=True)
+        print("  ok    " + ", ".join([name, *remarks]) + f" ({time.monotonic() - started:.0f} s)", flush=True)
     except Exception as error:
         results.append(False)
         print(f"  LOST  {name}: {error}", flush=True)
@@ -210,54 +267,84 @@ def kill_trials(scratch: Path, digits: Path, launchers: list[str], quick: bool, 
 
 def check_signal(
     launcher: str, target: str, number: signal.Signals, moment: str, digits: Path, folder: Path, go_on: bool = True
-) -> None:
-    """A stop signal saves and ends all processes in 5 s, and the next start goes on.
+) -> float:
+    """A stop signal saves and ends all processes in 5 s, with one step lost at most, and the next start goes on.
 
     Args:
         launcher: a key of LAUNCHERS.
         target: "launcher" or "last rank".
         number: SIGTERM or SIGINT.
-        moment: what the run has printed when the signal is sent.
+        moment: a key of MOMENTS, or what the run has printed when the signal is sent.
         digits: the CSV to train on.
         folder: the run folder.
         go_on: whether to try the next start.
 
+    Returns:
+        Seconds from the signal until all processes were gone.
+
     Raises:
         AssertionError: it does not.
     """
-    run = Run(launcher, digits, folder, "--epochs", "1000", "--patience", "1000")
+    script, stay, words = folder.with_name(f"{folder.name}-train.py"), "", moment
+    if moment in MOMENTS:
+        function, call = MOMENTS[moment]
+        stay = STAYS.format(function=function, call=call, moment=moment)
+        words = f"{moment} is under way"
+    script.write_text(TELLS.format(stay=stay))
+    # No checkpoints but those of epochs: one in the middle of them is the stop's own.
+    flags = ("--epochs", "1000", "--patience", "1000", "--checkpoint_every_steps", "0")
+    run = Run(launcher, digits, folder, *flags, script=script)
     try:
-        assert run.wait_for(moment), run.said()
-        (run.process if target == "launcher" else run.ranks()[-1]).send_signal(number)
+        assert run.wait_for(START), run.said()
+        victim = run.process if target == "launcher" else run.ranks()[-1]  # takes a while to find
+        assert run.wait_for(words), run.said()
+        victim.send_signal(number)
         started = time.monotonic()
+        assert f"{moment} goes on" not in run.said(), f"the signal came too late for {moment}"
         while run.session():
             assert time.monotonic() - started < 5, f"still there after 5 s: {run.session()}\n{run.said()}"
             time.sleep(0.05)
+        seconds = time.monotonic() - started
     finally:
         status = run.end()
     own = launcher in ("python", "self-started")  # other launchers turn every failure into 1
     assert status == (128 + number if own else status or 1), f"exit status {status}\n{run.said()}"
     assert "Traceback" not in run.said() or not own, run.said()
     assert json.loads((folder / "result.json").read_text())["status"] == "preempted"
+    newest = max((folder / "checkpoints").iterdir())
+    taken, saved = max(_steps(run)), json.loads((newest / "state.json").read_text())["step"]
+    assert saved in (taken - 1, taken), f"{taken} steps taken, {saved} saved\n{run.said()}"
     epochs = len((folder / "metrics.jsonl").read_text().splitlines())
     if not go_on:
-        return
-    again = Run(launcher, digits, folder, "--epochs", str(epochs + 1), "--patience", "1000")
+        return seconds
+    script.write_text(TELLS.format(stay=""))
+    again = Run(launcher, digits, folder, "--epochs", str(epochs + 2), "--patience", "1000", script=script)
     assert again.end() == 0, again.said()
     assert "resumed after" in again.said(), again.said()
+    assert min(_steps(again)) == saved + 1, again.said()
     done = [json.loads(line)["epoch"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert done == list(range(1, epochs + 2))
+    assert done == list(range(1, epochs + 3))
+    return seconds
+
+
+def _steps(run: Run) -> list[int]:
+    """The optimizer steps that a run of TELLS has taken, counted from 1 over all its starts."""
+    return [int(step) for step in re.findall(r"took step (\d+)", run.said())]
 
 
 def signal_trials(scratch: Path, digits: Path, launchers: list[str], results: list[bool]) -> None:
-    """SIGTERM and SIGINT, to the launcher and to one rank, at the start and in the middle."""
+    """SIGTERM to the launcher and to one rank at each moment, SIGINT in training; the first of them are resumed."""
     for launcher in launchers:
-        for target in ("launcher", "last rank"):
-            for number in (signal.SIGTERM, signal.SIGINT):
-                for moment in (START, "epoch   2"):
-                    name = f"{launcher}, {number.name} to {target} after {' '.join(moment.split())!r}"
-                    with _trial(name, results):
-                        check_signal(launcher, target, number, moment, digits, scratch / f"signal-{len(results)}")
+        for target in ("launcher", "last rank")[: 1 if launcher == "python" else 2]:  # python is its only rank
+            first = target == "launcher"
+            trials = [(signal.SIGTERM, START)] if first else []
+            trials += [*((signal.SIGTERM, moment) for moment in MOMENTS), (signal.SIGINT, "training")]
+            for number, moment in trials:
+                when = f"in {moment}" if moment in MOMENTS else "after the start line"
+                with _trial(f"{launcher}, {number.name} to {target} {when}", results) as remarks:
+                    folder = scratch / f"signal-{len(results)}"
+                    seconds = check_signal(launcher, target, number, moment, digits, folder, go_on=first)
+                    remarks.append(f"gone after {seconds:.1f} s")
 
 
 def main() -> int:
