@@ -80,6 +80,7 @@ def serve(address: str) -> None:
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
+    assert os.listdir("/proc/self/task") == [str(os.getpid())]  # a fork has this thread alone, others may hold locks
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -213,8 +214,11 @@ def start(folder: str) -> "subprocess.Popen[str]":
             words = f'"{sys.executable}" -IS "{os.path.abspath(__file__)}" "{address}" {program} "$@"'
             file.write(f"#!/bin/sh\nexec {words}\n")
         os.chmod(path, 0o755)
+    # Without a thread of pyarrow's allocator, and without those of OpenMP and OpenBLAS.
+    alone = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     server = subprocess.Popen(
         [sys.executable, __file__, address],
+        env=os.environ | alone,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
