@@ -9,6 +9,7 @@ fork ends when its program is killed. What depends on a fresh interpreter or on 
     python -IS tests/warm.py SOCKET python train_accel.py ...
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -61,8 +62,13 @@ def client(address: str, words: list[str]) -> int:
         server.sendall(text)
         answers = server.makefile()
         pid = int(answers.readline())
+
+        def pass_on(number: int, frame: object) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is on the way
+                os.kill(pid, number)
+
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: os.kill(pid, number))
+            signal.signal(number, pass_on)
         status = int(answers.readline())
     if status < 0:
         if -status != signal.SIGKILL:
@@ -100,7 +106,6 @@ def serve(address: str) -> None:
 
 def _keep(connection: socket.socket) -> None:
     """Starts the command, tells of its start and end, and kills it when its client is gone."""
-    import contextlib
     import select
 
     size, fds, _, _ = socket.recv_fds(connection, 8, 200)
