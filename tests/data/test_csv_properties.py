@@ -52,7 +52,7 @@ def test_any_table_in_any_layout_is_read_back_equal(
     ).encode(draw(st.sampled_from(["utf-8", "utf-8-sig"])))
     path = tmp_path / "digits.csv"
     path.write_bytes(gzip.compress(content) if draw(st.booleans()) else content)
-    monkeypatch.setattr("mnist_ddp.data.stream.BLOCK_BYTES", draw(st.sampled_from([256, 8 << 20])))
+    monkeypatch.setattr("mnist_ddp.data.stream.BLOCK_BYTES", draw(st.sampled_from([512, 8 << 20])))
 
     found = read_image_set(path, label_column="last" if label_last and not has_header else "")
     assert found.images.flatten(1).tolist() == pixels.tolist()
