@@ -166,7 +166,12 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(os.getppid())
     try:
-        return train(settings)
+        status = train(settings)
+        # Now that the model is gone: the reducer of a DDP that outlives its group waits for Gloo's thread, and keeps the
+        # interpreter's lock, for which that thread may be waiting to let go of the last tensors. One run in 60 hung so.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return status
     except Exception as error:
         faulthandler.cancel_dump_traceback_later()
         for number in _STOP_SIGNALS:  # the launcher may end this process now
@@ -511,11 +516,12 @@ def check_same(description: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def leaving(accelerator: Accelerator) -> Iterator[Accelerator]:
-    """Closes the trackers and the process group when the block ends without a failure.
+    """Waits for all processes and closes the trackers when the block ends without a failure.
 
-    After a failure the group is left to the exit of the process: closing it would wait for peers that are still in a
-    collective.
+    The process group stays, see `_run`. After a failure it is left to the exit of the process: closing it would wait
+    for peers that are still in a collective.
     """
     yield accelerator
     accelerator.wait_for_everyone()  # a launcher ends the others when one leaves with a status other than 0
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()

@@ -82,11 +82,43 @@ if __name__ == "__main__":
 """
 
 
-def run_three(launcher: str, script: str, small_csv: Path, tmp_path: Path) -> Ended:
+# train_accel.py that tells, as the process group closes, how many models of DDP there are still and have been.
+CLOSES = """
+import sys
+import weakref
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import train_accel
+
+init, destroy, models = DistributedDataParallel.__init__, dist.destroy_process_group, []
+
+
+def init_and_remember(self, *args, **kwargs):
+    models.append(weakref.ref(self))
+    init(self, *args, **kwargs)
+
+
+def tell_and_destroy(*args, **kwargs):
+    left = sum(model() is not None for model in models)
+    sys.stderr.write(f"{left} of {len(models)} left\\n")
+    destroy(*args, **kwargs)
+
+
+DistributedDataParallel.__init__ = init_and_remember
+dist.destroy_process_group = tell_and_destroy
+if __name__ == "__main__":
+    sys.exit(train_accel.main())
+"""
+
+
+def run_three(launcher: str, script: str, small_csv: Path, tmp_path: Path, *, epochs: int = 50) -> Ended:
     path = tmp_path / "train.py"
     path.write_text(script)
     own = " --num_processes 3" if launcher == SELF_STARTED else ""
-    flags = f"--mnist_file_path {small_csv} --batch_size 20 --width 4 --epochs 50 --log_with none --timeout_seconds 60"
+    flags = f"--mnist_file_path {small_csv} --batch_size 20 --width 4 --epochs {epochs} --log_with none"
+    flags += " --timeout_seconds 60"
     return run(f"{launcher} {path} {flags}{own}", tmp_path / "run", PYTHONPATH=str(ROOT))
 
 
@@ -143,6 +175,14 @@ def test_all_leave_in_the_epoch_in_which_any_one_rank_wants_to_stop(small_csv: P
     assert [line["epoch"] for line in ended.metrics] == [1, 2, 3, 4, 5, 6]
     assert ended.result is not None
     assert (ended.result["status"], ended.result["epochs"]) == ("early_stopped", 6)
+
+
+@pytest.mark.slow
+def test_the_group_outlives_the_model(small_csv: Path, tmp_path: Path) -> None:
+    """Else the exit may hang, see `distributed._run`."""
+    ended = run_three(TORCHRUN, CLOSES, small_csv, tmp_path, epochs=2)
+    assert ended.status == 0, ended
+    assert re.findall(r"^(\d) of (\d) left$", ended.stderr, re.M) == [("0", "1")] * 3, ended
 
 
 def test_a_process_left_behind_would_be_noticed() -> None:

@@ -31,10 +31,9 @@ def _started_at_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what depends on parents or on stopped processes, see warm.py."""
-    monkeypatch.setattr(faults, "programs", Path(sys.executable).parent)
+def fork_of(program: psutil.Process) -> psutil.Process:
+    """The process that does the work of one of `warm_programs`."""
+    return psutil.Process(int(program.name()))
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +82,23 @@ def test_torchrun_restarts_a_killed_worker_from_the_checkpoint(untouched: Path, 
     assert outcome(folder) == outcome(untouched)
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_killed_launcher_leaves_no_process_behind(digits: Path, folder: Path) -> None:
-    for launcher in ("torchrun", "self-started"):
-        run = Run(launcher, digits, folder, "--epochs", "1000", "--resume", "never")
-        try:
+def test_a_killed_launcher_leaves_no_process_behind(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With interpreters of their own: it is a parent that is killed. Both launchers at once: most is importing."""
+    monkeypatch.setattr(faults, "programs", Path(sys.executable).parent)
+    runs = [Run(name, digits, tmp_path / name, "--epochs", "1000") for name in ("torchrun", "self-started")]
+    try:
+        for run in runs:
             assert run.wait_for("epoch   1"), run.said()
             run.process.kill()
             run.process.wait(10)
             deadline = time.monotonic() + 10
             while run.session():
-                assert time.monotonic() < deadline, f"{launcher}: left {run.session()}"
+                assert time.monotonic() < deadline, f"{run.process.args}: left {run.session()}"
                 time.sleep(0.1)
-        finally:
+    finally:
+        for run in runs:
             run.end()
 
 
@@ -179,12 +182,11 @@ def test_a_process_that_hangs_is_named_with_its_stack(digits: Path, folder: Path
     assert "in hang_here" in run.said(), run.said()
 
 
-@pytest.mark.usefixtures("fresh")
 def test_a_process_that_is_suspended_is_named_and_killed(digits: Path, folder: Path) -> None:
     run = Run("self-started", digits, folder, "--epochs", "1000", "--timeout_seconds", "6")
     try:
         assert run.wait_for("epoch   1"), run.said()
-        run.ranks()[1].suspend()
+        fork_of(run.ranks()[1]).suspend()
         started = time.monotonic()
         assert run.process.wait(60) != 0
         assert time.monotonic() - started < 6 + 20
@@ -193,13 +195,12 @@ def test_a_process_that_is_suspended_is_named_and_killed(digits: Path, folder: P
     assert "error: rank 1 is stuck or out of reach" in run.said(), run.said()
 
 
-@pytest.mark.usefixtures("fresh")
 def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
     """Each step of one process takes longer than any other's, but all together far longer than the timeout."""
     run = Run("self-started", digits, folder, "--epochs", "2", "--timeout_seconds", "4")
     try:
         assert run.wait_for(START), run.said()
-        slow = run.ranks()[1]
+        slow = fork_of(run.ranks()[1])
         started = time.monotonic()
         while run.process.poll() is None and time.monotonic() - started < 8:
             with contextlib.suppress(psutil.NoSuchProcess):  # it is done

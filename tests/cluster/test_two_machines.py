@@ -149,14 +149,14 @@ def test_a_host_name_that_is_only_known_here_is_noticed_at_the_start(
 def test_another_version_of_the_code_is_refused(cluster: Cluster, small_csv: Path, tmp_path: Path) -> None:
     """Started with the config for several machines."""
     copy = tmp_path / "copy"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "pt", "tests"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "pt"))
     package = copy / "mnist_ddp" / "__init__.py"
     package.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.1"', package.read_text()))
     config = "--config_file launch/accelerate/multi_node.yaml --num_processes 2 --main_process_ip 10.99.0.1"
     flags = f"--mnist_file_path {small_csv} --epochs 2 --batch_size 20 --pt_path {tmp_path / 'pt'}"
     command = f"accelerate launch {config} --machine_rank {{machine}} {TRAIN} {flags}"
     started = [
-        cluster.start(m.index, command.format(machine=m.index), mounts={ROOT: copy} if m.index else {}, fresh=True)
+        cluster.start(m.index, command.format(machine=m.index), mounts={ROOT: copy} if m.index else {})
         for m in cluster.machines
     ]
     ended = [future.result() for future in started]

@@ -23,6 +23,7 @@ from mnist_ddp.training.loop import train_step
 GLOBAL_BATCH = 240
 STEPS = 20
 SGD = {
+    "width": 4,
     "optimizer": "sgd",
     "lr": 0.1,
     "warmup_steps": 4,

@@ -35,8 +35,8 @@ class Ended(NamedTuple):
     """Epochs that this process went through itself."""
 
 
-def train(s: Settings, folder: Path, start: Path | None, dtype: torch.dtype = torch.float32) -> Ended:
-    """One rank: trains to the end, from a checkpoint or from scratch, and saves after every step."""
+def train(s: Settings, folder: Path | None, start: Path | None, dtype: torch.dtype = torch.float32) -> Ended:
+    """One rank: trains to the end, from a checkpoint or from scratch, and saves after every step, where to a folder."""
     accelerator = accelerator_of(gradient_accumulation_steps=s.gradient_accumulation_steps)
     state, train_loader, val_loader = begin(accelerator, SPLITS, s, dtype=dtype)
     if start:
@@ -44,9 +44,11 @@ def train(s: Settings, folder: Path, start: Path | None, dtype: torch.dtype = to
         assert snapshot
         assert not damaged
         state.restore(accelerator, snapshot)
-    checkpoints = Checkpoints(folder, keep=10**6) if accelerator.is_main_process else None
+    checkpoints = Checkpoints(folder, keep=10**6) if folder and accelerator.is_main_process else None
 
     def save() -> None:
+        if not folder:
+            return
         snapshot = state.snapshot(accelerator, run={})
         if checkpoints:
             checkpoints.save(snapshot)
@@ -133,7 +135,7 @@ def test_from_any_checkpoint_the_run_ends_bit_for_bit_the_same(
     if epoch < 0:
         epoch += len(untouched.ended.history)
     start = checkpoint(untouched.folder, epoch, steps * GLOBAL_BATCH, tmp_path / "start")
-    for rank in run_ranks(train, processes, settings(processes), tmp_path / "resumed", start):
+    for rank in run_ranks(train, processes, settings(processes), None, start):
         check_same(rank, untouched.ended)
         assert rank.yielded == len(untouched.ended.history) - epoch
 
@@ -143,13 +145,13 @@ def test_resumed_twice_in_a_row(untouched: Untouched, processes: int, tmp_path: 
     first = checkpoint(untouched.folder, 1, 2 * GLOBAL_BATCH, tmp_path / "first")
     run_ranks(train, processes, settings(processes, epochs=4), tmp_path / "part", first)
     second = checkpoint(tmp_path / "part", 3, 2 * GLOBAL_BATCH, tmp_path / "second")
-    for rank in run_ranks(train, processes, settings(processes), tmp_path / "resumed", second):
+    for rank in run_ranks(train, processes, settings(processes), None, second):
         check_same(rank, untouched.ended)
 
 
 def test_a_finished_run_does_not_train_on(untouched: Untouched, processes: int, tmp_path: Path) -> None:
     start = checkpoint(untouched.folder, len(untouched.ended.history), 0, tmp_path / "start")
-    for rank in run_ranks(train, processes, settings(processes), tmp_path / "resumed", start):
+    for rank in run_ranks(train, processes, settings(processes), None, start):
         check_same(rank, untouched.ended)
         assert rank.yielded == 0
 
@@ -162,7 +164,7 @@ def test_on_another_number_of_processes_the_run_goes_on_alike(
     """At the same global batch, in float64."""
     untouched = run_ranks(train, before, settings(before, epochs=4), tmp_path / "untouched", None, torch.float64)[0]
     start = checkpoint(tmp_path / "untouched", 2, steps * GLOBAL_BATCH, tmp_path / "start")
-    for rank in run_ranks(train, after, settings(after, epochs=4), tmp_path / "resumed", start, torch.float64):
+    for rank in run_ranks(train, after, settings(after, epochs=4), None, start, torch.float64):
         assert rank.status == untouched.status
         for ours, theirs in zip(rank.history, untouched.history, strict=True):
             assert ours == pytest.approx(theirs, rel=0, abs=1e-9)
