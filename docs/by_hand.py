@@ -68,8 +68,8 @@ def main() -> None:
             torch.save(model.state_dict(), os.path.join(os.environ.get("TMPDIR", "/tmp"), "by_hand.pt"))  # (10)
         if stop > 0:
             break
-    dist.destroy_process_group()  # (11)
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # (11)
