@@ -31,7 +31,7 @@ LAUNCHERS = {
     "python": "python",
     "self-started": "python",
     "torchrun": "torchrun --standalone --nproc_per_node 2",
-    "accelerate launch": "accelerate launch --multi_gpu --num_processes 2",
+    "accelerate launch": "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0",
 }
 FLAGS = "--epochs 6 --batch_size 40 --width 4 --patience 6 --log_with none --cache_dir= --checkpoint_every_steps 3"
 START = "train / val / test images"  # of the start line, when all processes handle signals

@@ -181,7 +181,7 @@ def test_the_command_prints_the_table_and_writes_it(tmp_path: Path) -> None:
 def test_a_slow_link_is_named(tmp_path: Path) -> None:
     """A network of its own for the command, whose loopback interface is slow."""
     delay = "tc qdisc add dev lo root netem delay 20ms"
-    rate = "tc qdisc add dev lo root tbf rate 20mbit burst 160kb latency 1000ms"  # where the kernel has no netem
+    rate = "tc qdisc add dev lo root tbf rate 50mbit burst 160kb latency 1000ms"  # where the kernel has no netem
     setup = f"ip link set lo up && ({delay} || {rate})"
     tried = (
         subprocess.run(["unshare", "--net", "sh", "-c", setup], capture_output=True, text=True, check=False)
