@@ -1,7 +1,6 @@
 """Runs a command as a user would, and sees to it that nothing of it is left behind."""
 
 import atexit
-import fcntl
 import functools
 import json
 import os
@@ -89,9 +88,7 @@ def run(
     words = shlex.split(command) + (["--pt_path", str(folder)] if folder else [])
     fresh = fresh or any(name.startswith("HF_") for name in environment)
     mark = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory() as scratch, open(f"/tmp/mnist_ddp_tests-{os.getuid()}.lock", "w") as lock:
-        if "accelerate launch" in command:  # two at once, of two test processes, would take the same port for free
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with tempfile.TemporaryDirectory() as scratch:
         surroundings = {name: os.environ[name] for name in ("LANG", "LD_LIBRARY_PATH") if name in os.environ} | {
             "PATH": os.pathsep.join(
                 [*([] if fresh else [warm_programs()]), sysconfig.get_path("scripts"), os.environ["PATH"]]

@@ -210,7 +210,7 @@ def leave_and_come_back(small_csv: Path, tmp_path: Path) -> None:
     """Machine 1 loses power; machine 0 goes on alone, and with machine 1 once it is there again."""
     with two_machines(tmp_path) as cluster:
         folder = tmp_path / "pt"
-        conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"
+        conf = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=4"
         flags = f"--mnist_file_path {small_csv} --batch_size 20 --pt_path {folder} --epochs 100000 --timeout_seconds 20"
 
         def start(machine: int) -> "Future[Ended]":

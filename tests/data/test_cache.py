@@ -103,7 +103,10 @@ def test_a_fault_is_searched_by_one_process_and_told_by_all(tmp_path: Path) -> N
         time.sleep(0.5)
         raise UserError("row 3 is empty")
 
+    all_started = processes.Barrier(3)
+
     def load(results: Connection) -> None:
+        all_started.wait(20)
         with pytest.raises(UserError, match=r"^row 3 is empty$"):
             load_or_parse(faulty_parse, KEY, "random", str(tmp_path / "cache"))
         results.send("refused")
