@@ -168,7 +168,7 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
     try:
         status = train(settings)
         # Now that the model is gone: the reducer of a DDP that outlives its group waits for Gloo's thread, and holds
-        # the interpreter's lock, which that thread may need to let go of the last tensors. One run in 60 hung so.
+        # the interpreter's lock, which that thread may need to let go of the last tensors. One run in 70 hung so.
         if dist.is_initialized():
             dist.destroy_process_group()
         return status
