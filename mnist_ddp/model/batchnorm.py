@@ -8,6 +8,9 @@ Legend: N samples, C channels, P processes; x of shape (N, C, ...); y = weight x
 and mean, std of a channel over the samples and positions of all processes.
 """
 
+import math
+import os
+import time
 from typing import Any
 
 import torch
@@ -17,12 +20,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+# More than the steps of processes in good health differ by.
+_POLL_SECONDS = 0.05
+_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d or 3d whose statistics in training are those of the samples of all processes.
 
     Processes may hold different numbers of samples, or none. In evaluation it is plain BatchNorm; with one process, or
-    no process group, it computes the same as plain BatchNorm with less rounding, see `own_statistics`. Parameters,
+    no process group, it computes the same as plain BatchNorm with less rounding, see `_rows`. Parameters,
     buffers and state_dict are BatchNorm's. As with `nn.SyncBatchNorm`, the gradients of weight and bias are those of
     the process's own samples, for DDP to average.
 
@@ -47,8 +54,10 @@ class SyncBatchNorm(_BatchNorm):
         group = None
         if dist.is_available() and dist.is_initialized():
             group = self.process_group or dist.group.WORLD
+            if dist.get_world_size(group) == 1:
+                group = None
         self._check_input_dim(input)
-        mean_C, var_C, count = global_statistics(input, group)
+        mean_C, var_C, count = global_statistics(input.detach(), group)
         if count < 2:
             raise ValueError(f"expected more than 1 value per channel in training, got {count} on all processes")
         if self.track_running_stats:
@@ -82,59 +91,49 @@ def convert_sync_batchnorm(module: nn.Module, device: torch.device, process_grou
     return module
 
 
-def own_statistics(input: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns float64 mean (C,), biased variance (C,) and the number of values per channel of this process."""
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    C = input.size(1)
-    count = input.numel() // C
-    zeros_C = input.new_zeros(C, dtype=dtype)
-    if count == 0:
-        return zeros_C.double(), zeros_C.double(), 0
-    # The running statistics passed here only set the dtype of the result: momentum 0 leaves them alone.
-    parts = [(torch.batch_norm_update_stats(part, zeros_C, zeros_C, 0.0), part.numel() // C) for part in _parts(input)]
-    means_PC = torch.stack([mean_C for (mean_C, _), _ in parts]).double()
-    vars_PC = torch.stack([var_C for (_, var_C), _ in parts]).double()
-    counts_P1 = means_PC.new_tensor([[part_count] for _, part_count in parts])
-    return *_combine(means_PC, vars_PC, counts_P1), count
-
-
 def global_statistics(input: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
     """Returns mean (C,), biased variance (C,) and the number of values per channel over all processes of `group`.
 
     The statistics have the dtype of `input`, fp32 at least. All processes compute them from the same numbers in the
     same order, so they are identical everywhere.
     """
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    mean_C, var_C, count = own_statistics(input.detach())
+    C, dtype = input.size(1), torch.promote_types(input.dtype, torch.float32)
+    count = input.numel() // C
+    sums = input.new_zeros(2 * C + 1, dtype=torch.float64)  # of x and of x^2, and how many
+    if count > 0:
+        rows, folds = _rows(input)
+        # The running statistics passed here only set the dtype of the result: momentum 0 leaves them alone.
+        unused = input.new_zeros(rows.size(1), dtype=dtype)
+        parts = torch.stack(torch.batch_norm_update_stats(rows, unused, unused, 0.0)).double()
+        means_FC, vars_FC = parts.view(2, folds, C).unbind()
+        # Sums of squares lose the digits of the variance where |mean| >> std; in float64 they keep all that fp32 has.
+        squares_FC = vars_FC.addcmul(means_FC, means_FC)
+        sums[:-1] = torch.cat([means_FC, squares_FC], dim=1).sum(0) * (count / folds)
+        sums[-1] = count
     if group is not None:
-        C = input.size(1)
-        local = torch.cat([mean_C, var_C, mean_C.new_tensor([count])])
-        means_PC, vars_PC, counts_P1 = _gather(local, group).split([C, C, 1], dim=1)
-        mean_C, var_C = _combine(means_PC, vars_PC, counts_P1)
-        count = int(counts_P1.sum())
+        sums = _gather(sums, group).sum(0)
+        count = int(sums[-1])
+    mean_C, squares_C = (sums[:-1] / count).chunk(2)
+    var_C = squares_C.addcmul(mean_C, mean_C, value=-1).clamp_(min=0)
     return mean_C.to(dtype), var_C.to(dtype), count
 
 
-def _combine(means_PC: Tensor, vars_PC: Tensor, counts_P1: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (C,) of the union of P parts.
-
-    From means and variances, not sums of squares, which lose their digits where |mean| >> std. Chan, Golub and LeVeque,
-    "Updating formulae and a pairwise algorithm for computing sample variances" (1979), for P parts at once.
-    """
-    total = counts_P1.sum()
-    mean_C = (counts_P1 * means_PC).sum(0) / total
-    return mean_C, (counts_P1 * (vars_PC + (means_PC - mean_C).square())).sum(0) / total
-
-
-def _parts(input: Tensor) -> tuple[Tensor, ...]:
-    """Splits (N, C, ...) along N into parts of some 8,192 values a channel.
+def _rows(input: Tensor) -> tuple[Tensor, int]:
+    """Views (N, C, ...) as (M, F C), F consecutive values of each channel beside each other; also returns F.
 
     The native kernels add channels_last values up one by one in fp32: over 240x196 of them the variance is off by
-    1.3e-5. In parts whose results are added in float64 it is off by 2e-6, at no cost. Without this, runs with different
-    numbers of processes, whose sums have different lengths, would differ a hundred times more than rounding makes them.
+    1.3e-5. In F parts, whose results are added in float64, it is off by 2e-6, and long rows make the kernels faster.
+    Without this, runs with different numbers of processes, whose sums have different lengths, would differ a hundred
+    times more than rounding makes them.
+
+    Values that do not lie channels_last in memory stay as they are, with F = 1.
     """
-    values_per_sample = max(1, input[0, 0].numel())
-    return input.split(max(1, 8192 // values_per_sample))
+    last = input.movedim(1, -1)
+    if not last.is_contiguous():
+        return input, 1
+    C = input.size(1)
+    folds = math.gcd(input.numel() // C, 64)
+    return last.reshape(-1, folds * C), folds
 
 
 class _Normalize(torch.autograd.Function):
@@ -170,25 +169,25 @@ class _Normalize(torch.autograd.Function):
         input, weight, mean_C, var_C = ctx.saved_tensors
         invstd_C = (var_C + ctx.eps).rsqrt()
         weight_C = torch.ones_like(mean_C) if weight is None else weight.to(mean_C.dtype)
-        grad_weight, grad_bias = torch.zeros_like(mean_C), torch.zeros_like(mean_C)
+        C = len(mean_C)
+        sums_2C = mean_C.new_zeros(2, C, dtype=torch.float64)
         if input.numel() > 0:
             if grad_output.stride() != input.stride():  # the kernel takes ten times longer on two memory formats
                 grad_output = torch.empty_like(input).copy_(grad_output)
+            (x, folds), (g, _) = _rows(input), _rows(grad_output)
             # Only the kernel's two reductions: its gradient of the input would take the means over the own samples.
-            sums = [
-                torch.ops.aten.native_batch_norm_backward(
-                    g, x, weight_C, None, None, mean_C, invstd_C, True, ctx.eps, [False, True, True]
-                )
-                for g, x in zip(_parts(grad_output), _parts(input), strict=True)
-            ]
-            grad_weight, grad_bias = (torch.stack([part[i] for part in sums]).double().sum(0) for i in (1, 2))
+            _, gxhat, g_sum = torch.ops.aten.native_batch_norm_backward(
+                *(g, x, weight_C.repeat(folds), None, None, mean_C.repeat(folds), invstd_C.repeat(folds)),
+                *(True, ctx.eps, [False, True, True]),
+            )
+            sums_2C = torch.stack([gxhat, g_sum]).double().view(2, folds, C).sum(1)
+        grad_weight, grad_bias = sums_2C.to(mean_C.dtype)
 
         grad_input = None
         if ctx.needs_input_grad[0]:
-            sums_2C = torch.cat([grad_weight, grad_bias]).double()
             if ctx.group is not None:
-                sums_2C = _gather(sums_2C, ctx.group).sum(0)
-            mean_gxhat_C, mean_g_C = (sums_2C / ctx.count).chunk(2)
+                sums_2C = _gather(sums_2C.view(-1), ctx.group).sum(0).view(2, C)
+            mean_gxhat_C, mean_g_C = sums_2C / ctx.count
             # dL/dx = a g + b x + c
             a_C = weight_C * invstd_C
             b_C = -a_C * invstd_C * mean_gxhat_C
@@ -198,16 +197,24 @@ class _Normalize(torch.autograd.Function):
         _, weight_needs_grad, bias_needs_grad, *_ = ctx.needs_input_grad
         return (
             grad_input,
-            grad_weight.to(mean_C.dtype) if weight_needs_grad else None,
-            grad_bias.to(mean_C.dtype) if bias_needs_grad else None,
+            grad_weight if weight_needs_grad else None,
+            grad_bias if bias_needs_grad else None,
             *(None, None, None, None, None),
         )
 
 
 def _gather(local: Tensor, group: Any) -> Tensor:
-    """Stacks the (K,) tensors of all processes to (P, K); for so few bytes this is faster than all_reduce."""
+    """Stacks the (K,) tensors of all processes to (P, K); for so few bytes this is faster than all_reduce.
+
+    It polls before it blocks: a core that has gone to sleep takes longer to wake, above all in a virtual machine, than
+    the exchange itself. Yielding leaves the core to Gloo's threads, and to other processes where cores are few.
+    """
     gathered = local.new_empty(dist.get_world_size(group), local.numel())
-    dist.all_gather(list(gathered), local, group)
+    work = dist.all_gather(list(gathered), local, group, async_op=True)
+    give_up = time.monotonic() + _POLL_SECONDS
+    while not work.is_completed() and time.monotonic() < give_up:
+        _yield()
+    work.wait()
     return gathered
 
 

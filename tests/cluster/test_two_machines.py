@@ -40,7 +40,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def one_machine(small_csv: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two processes on this machine, two epochs with a global batch of 40."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    flags = f"--mnist_file_path {small_csv} --epochs 2 --batch_size 20 --num_processes 2"
+    flags = f"--mnist_file_path {small_csv} --epochs 2 --batch_size 20 --mixed_precision no --num_processes 2"
     ended = run(f"python {TRAIN} {flags}", folder)
     assert ended.status == 0, ended
     return folder
@@ -86,7 +86,7 @@ def test_static_rendezvous_with_a_shared_disk_gives_the_numbers_of_one_machine(
     job = yaml.safe_load((ROOT / "launch" / "trainjob.yaml").read_text())
     command = shlex.join(job["spec"]["trainer"]["command"]).replace("train_accel.py", TRAIN)
     command = command.replace("/runs/mnist", str(folder))
-    flags = f"--mnist_file_path {small_csv} --epochs 2 --batch_size 20"
+    flags = f"--mnist_file_path {small_csv} --epochs 2 --batch_size 20 --mixed_precision no"
     rendezvous = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "m0", "PET_MASTER_PORT": str(PORT)}
     started = [cluster.start(i, f"{command} {flags}", **rendezvous, PET_NODE_RANK=str(i)) for i in (0, 1)]
     ended = [future.result() for future in started]
@@ -112,7 +112,7 @@ def test_c10d_rendezvous_without_a_shared_disk_gives_the_numbers_of_one_machine(
         mounts = {digits: machine.disk / "digits.csv", folder: machine.disk / "pt"}
         shutil.copy(small_csv, mounts[digits])
         mounts[folder].mkdir()
-        flags = f"--mnist_file_path {digits} --epochs 2 --batch_size 10 --pt_path {folder}"
+        flags = f"--mnist_file_path {digits} --epochs 2 --batch_size 10 --mixed_precision no --pt_path {folder}"
         command = f"{C10D.format(nodes=2)} --nproc_per_node 2 {TRAIN} {flags}"
         started.append(cluster.start(machine.index, command, mounts=mounts))
     ended = [future.result() for future in started]

@@ -94,8 +94,8 @@ def test_its_figures_are_those_of_the_test(finished: Finished, small_csv: Path) 
     assert result is not None
     test = make_splits(read_files(str(small_csv)), val_fraction=0.1, test_fraction=0.1, seed=1206).test
     model = ConvNet.from_pretrained(finished.folder / "cnn").eval()
-    with torch.inference_mode():
-        probabilities = model(test.image_set.images[test.indices]).softmax(1)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=result["mixed_precision"] == "bf16"):
+        probabilities = model(test.image_set.images[test.indices]).float().softmax(1)
     labels, predicted = test.image_set.labels[test.indices], probabilities.argmax(1)
     confusion = torch.zeros(10, 10, dtype=torch.int64)
     for true, other in zip(labels, predicted, strict=True):

@@ -103,7 +103,7 @@ def settings(processes: int, accumulation_steps: int = 1, **options: Any) -> Set
 
 @pytest.mark.slow
 def test_fp32_processes_match_one(splits: Splits) -> None:
-    """With the default recipe, over an epoch. Rounding grows with each step."""
+    """With the default recipe, over an epoch of 1,000 validation images. Rounding grows with each step."""
     (expected,) = run_ranks(train, 1, splits, settings(1), torch.float32)
     assert len(expected.losses) == len(splits.train) // GLOBAL_BATCH
     assert expected.losses[-1] < expected.losses[0] - 0.3  # it does learn
@@ -111,7 +111,7 @@ def test_fp32_processes_match_one(splits: Splits) -> None:
         for rank in run_ranks(train, processes, splits, settings(processes), torch.float32):
             assert rank.losses[:5] == pytest.approx(expected.losses[:5], rel=0, abs=1e-5)
             assert rank.losses[:STEPS] == pytest.approx(expected.losses[:STEPS], rel=0, abs=1e-3)
-            assert rank.val_accuracy == pytest.approx(expected.val_accuracy, rel=0, abs=0.003)
+            assert rank.val_accuracy == pytest.approx(expected.val_accuracy, rel=0, abs=0.0031)  # 3 images
 
 
 @pytest.mark.slow
