@@ -9,8 +9,6 @@ and mean, std of a channel over the samples and positions of all processes.
 """
 
 import math
-import os
-import time
 from typing import Any
 
 import torch
@@ -20,9 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# More than the steps of processes in good health differ by.
-_POLL_SECONDS = 0.05
-_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+from mnist_ddp.model.exchange import gather
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -111,7 +107,7 @@ def global_statistics(input: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
         sums[:-1] = torch.cat([means_FC, squares_FC], dim=1).sum(0) * (count / folds)
         sums[-1] = count
     if group is not None:
-        sums = _gather(sums, group).sum(0)
+        sums = gather(sums, group).sum(0)
         count = int(sums[-1])
     mean_C, squares_C = (sums[:-1] / count).chunk(2)
     var_C = squares_C.addcmul(mean_C, mean_C, value=-1).clamp_(min=0)
@@ -186,7 +182,7 @@ class _Normalize(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             if ctx.group is not None:
-                sums_2C = _gather(sums_2C.view(-1), ctx.group).sum(0).view(2, C)
+                sums_2C = gather(sums_2C.view(-1), ctx.group).sum(0).view(2, C)
             mean_gxhat_C, mean_g_C = sums_2C / ctx.count
             # dL/dx = a g + b x + c
             a_C = weight_C * invstd_C
@@ -201,21 +197,6 @@ class _Normalize(torch.autograd.Function):
             grad_bias if bias_needs_grad else None,
             *(None, None, None, None, None),
         )
-
-
-def _gather(local: Tensor, group: Any) -> Tensor:
-    """Stacks the (K,) tensors of all processes to (P, K); for so few bytes this is faster than all_reduce.
-
-    It polls before it blocks: a core that has gone to sleep takes longer to wake, above all in a virtual machine, than
-    the exchange itself. Yielding leaves the core to Gloo's threads, and to other processes where cores are few.
-    """
-    gathered = local.new_empty(dist.get_world_size(group), local.numel())
-    work = dist.all_gather(list(gathered), local, group, async_op=True)
-    give_up = time.monotonic() + _POLL_SECONDS
-    while not work.is_completed() and time.monotonic() < give_up:
-        _yield()
-    work.wait()
-    return gathered
 
 
 def _expand(coefficient_C: Tensor, input: Tensor) -> Tensor:

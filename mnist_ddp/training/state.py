@@ -7,8 +7,10 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mnist_ddp.model.batchnorm import convert_sync_batchnorm
+from mnist_ddp.model.exchange import average_gradients
 from mnist_ddp.training.average import WeightAverage
 from mnist_ddp.training.checkpoint import Snapshot
 from mnist_ddp.training.early_stopping import EarlyStopping
@@ -215,6 +217,8 @@ def start_training(
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
     # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
     prepared_model.broadcast_buffers = False
+    if isinstance(prepared_model, DistributedDataParallel) and accelerator.device.type == "cpu":
+        prepared_model.register_comm_hook(None, average_gradients)
     average = WeightAverage(averaged, model, ema_decay)
     return TrainingState(
         model,

@@ -1,0 +1,174 @@
+"""What processes on CPUs wait for in each step: BatchNorm's small messages, and the average of the gradients.
+
+A core on which a process waits goes to sleep, and takes longer to wake than a message takes, above all in a virtual
+machine. So whoever waits here polls for a while, and yields the core to Gloo's threads, and to other processes where
+cores are few. On one machine, messages pass through memory that the processes share: Gloo's go from thread to thread at
+both ends, and on cores that are busy with training that takes ten times longer than the message itself.
+"""
+
+import contextlib
+import mmap
+import os
+import platform
+import select
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+CAPACITY = 8192  # values of a message; longer ones go through Gloo
+_POLL_SECONDS = 0.05  # longer than the steps of processes in good health differ by
+_NAP_SECONDS = 0.001
+_LOOK_SECONDS = 0.02  # how often a waiting process looks whether the others are alive
+_LINE = 8  # counters to a cache line, so that no two processes write to the same
+_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def gather(local: Tensor, group: Any) -> Tensor:
+    """Stacks the messages of all processes. They call it together; the order is that of their ranks.
+
+    Args:
+        local: (K,) float64 on the CPU, K the same on all processes.
+        group: the processes, more than one.
+
+    Returns:
+        (P, K) float64.
+
+    Raises:
+        dist.DistNetworkError: another process has ended, or did not come within the group's timeout.
+        RuntimeError: Gloo's, for the same reasons.
+    """
+    if group not in _of_groups:
+        _of_groups[group] = _share_memory(group)
+    memory = _of_groups[group]
+    if memory is not None and local.numel() <= CAPACITY:
+        return memory.gather(local)
+    gathered = local.new_empty(dist.get_world_size(group), local.numel())
+    work = dist.all_gather(list(gathered), local, group, async_op=True)  # for so few bytes faster than all_reduce
+    _wait_for(work)
+    return gathered
+
+
+def average_gradients(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook for DistributedDataParallel: what it does without one, but for how it waits.
+
+    Args:
+        group: the processes; None means all.
+        bucket: of gradients on the CPU. The last is waited for here, the others while the backward pass goes on.
+    """
+    gradients = bucket.buffer().div_(dist.get_world_size(group))
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    if bucket.is_last():
+        _wait_for(work)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _wait_for(work: dist.Work) -> None:
+    give_up = time.monotonic() + _POLL_SECONDS
+    while not work.is_completed() and time.monotonic() < give_up:
+        _yield()
+    work.wait()
+
+
+class _SharedMemory:
+    """Two slots and a counter for each process.
+
+    A process writes its message to a slot, then the number of its turn to its counter, and waits until no counter is
+    behind. Slots alternate: whoever is at turn t + 1 writes to the other one, and turn t + 2 begins only when all have
+    come to t + 1, and so have read turn t.
+
+    That the message is there when its number is needs a processor that keeps the order of stores, as x86-64 does.
+
+    Args:
+        memory: of `size(P)` bytes, shared by all.
+        rank: this process's in the group.
+        pids: of all processes.
+        timeout_seconds: after which a wait fails.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, pids: list[int], timeout_seconds: float) -> None:
+        P = len(pids)
+        self.rank, self.timeout_seconds = rank, timeout_seconds
+        self.turn = 0
+        self.turns = memoryview(memory).cast("q")[: P * _LINE : _LINE]
+        self.slots = torch.frombuffer(memory, dtype=torch.float64, offset=8 * P * _LINE).view(2, P, CAPACITY)
+        self.ended = select.poll()
+        for peer, pid in enumerate(pids):
+            if peer != rank:
+                descriptor = os.pidfd_open(pid)
+                weakref.finalize(self, os.close, descriptor)
+                self.ended.register(descriptor, select.POLLIN)
+
+    @staticmethod
+    def size(processes: int) -> int:
+        return 8 * processes * (_LINE + 2 * CAPACITY)
+
+    def gather(self, local: Tensor) -> Tensor:
+        self.turn += 1
+        messages = self.slots[self.turn % 2, :, : local.numel()]
+        messages[self.rank] = local
+        self.turns[self.rank] = self.turn
+        if min(self.turns) < self.turn:
+            self._wait()
+        return messages.clone()
+
+    def _wait(self) -> None:
+        started = now = time.monotonic()
+        looked = now
+        while min(self.turns) < self.turn:
+            if now - started < _POLL_SECONDS:
+                _yield()
+            else:
+                time.sleep(_NAP_SECONDS)
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked = now
+                if self.ended.poll(0) and min(self.turns) < self.turn:
+                    raise dist.DistNetworkError("Connection closed by peer: it has ended")
+                if now - started > self.timeout_seconds:
+                    raise dist.DistNetworkError(f"Timed out waiting {self.timeout_seconds:.0f} s for another process")
+
+
+_of_groups: weakref.WeakKeyDictionary[Any, _SharedMemory | None] = weakref.WeakKeyDictionary()
+
+
+def _share_memory(group: Any) -> _SharedMemory | None:
+    """Memory that all processes of the group share; None, on all alike, where they are not on one machine.
+
+    The first of them makes a file without a name, which the kernel removes with the last process however that ends. The
+    others open it through /proc, and know it by a random number.
+    """
+    P, rank = dist.get_world_size(group), dist.get_rank(group)
+    possible = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    size, token = mmap.PAGESIZE + _SharedMemory.size(P), os.urandom(16)
+    fd = -1
+    if rank == 0 and possible:
+        with contextlib.suppress(OSError):
+            fd = os.memfd_create("mnist_ddp")
+            os.ftruncate(fd, size)
+            os.pwrite(fd, token, size - mmap.PAGESIZE)
+    offers: list[Any] = [None] * P
+    dist.all_gather_object(offers, (os.getpid(), fd, token), group)
+    pids = [pid for pid, _, _ in offers]
+    first_pid, first_fd, token = offers[0]
+    memory = None
+    if possible and first_fd >= 0:
+        with contextlib.suppress(OSError):
+            if rank > 0:
+                fd = os.open(f"/proc/{first_pid}/fd/{first_fd}", os.O_RDWR)
+            # Processes of other namespaces have other numbers; those of this one are seen to end.
+            if os.pread(fd, len(token), size - mmap.PAGESIZE) == token:
+                memory = _SharedMemory(mmap.mmap(fd, _SharedMemory.size(P)), rank, pids, _timeout_seconds(group))
+    answers: list[Any] = [None] * P
+    dist.all_gather_object(answers, memory is not None, group)
+    if fd >= 0:
+        os.close(fd)
+    return memory if all(answers) else None
+
+
+def _timeout_seconds(group: Any) -> float:
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

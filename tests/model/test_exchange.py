@@ -1,0 +1,82 @@
+"""Messages between real processes, through shared memory and through Gloo.
+
+python -m pytest tests/model/test_exchange.py
+"""
+
+import gc
+import mmap
+import os
+import platform
+import subprocess
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import accelerator_of, run_ranks
+
+from mnist_ddp.distributed import _lost_peer
+from mnist_ddp.model import exchange
+from mnist_ddp.model.exchange import _SharedMemory, gather
+
+TURNS = 300
+
+
+def message(rank: int, turn: int, size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float64) + 1000 * turn + 1e6 * rank
+
+
+def exchanged(processor: str, delays: bool) -> str:
+    """All turns on one rank, each of another size; returns what passed them on."""
+    accelerator = accelerator_of()
+    P, rank = accelerator.num_processes, accelerator.process_index
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "CAPACITY", 128)
+        patch.setattr(platform, "machine", lambda: processor)
+        patch.setattr(exchange, "_of_groups", weakref.WeakKeyDictionary())
+        sleeps = torch.rand(TURNS, P, generator=torch.Generator().manual_seed(0)).pow(8) / 100
+        for turn in range(TURNS):
+            if delays:
+                time.sleep(sleeps[turn, rank].item())  # each in its turn comes late
+            size = 1 + turn % 100
+            gathered = gather(message(rank, turn, size), dist.group.WORLD)
+            expected = torch.stack([message(other, turn, size) for other in range(P)])
+            assert torch.equal(gathered, expected), (turn, gathered, expected)
+        memory = exchange._of_groups[dist.group.WORLD]
+        shared = memory is not None and memory.turn > 0
+        longer = gather(message(rank, 0, 129), dist.group.WORLD)  # through Gloo
+        assert torch.equal(longer[-1], message(P - 1, 0, 129))
+    return "memory" if shared else "Gloo"
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize(("processor", "way"), [("x86_64", "memory"), ("aarch64", "Gloo")])
+def test_messages_arrive_whole_and_in_order(processes: int, processor: str, way: str) -> None:
+    assert run_ranks(exchanged, processes, processor, way == "memory") == [way] * processes
+
+
+@pytest.mark.parametrize(("killed", "words"), [(True, "closed by peer"), (False, "Timed out")])
+def test_a_process_that_ends_or_does_not_come_is_noticed(killed: bool, words: str) -> None:
+    with subprocess.Popen(["sleep", "60"]) as peer:
+        memory = _SharedMemory(
+            mmap.mmap(-1, _SharedMemory.size(2)), rank=0, pids=[os.getpid(), peer.pid], timeout_seconds=0.5
+        )
+        if killed:
+            peer.kill()  # it stays a zombie until it is waited for
+        started = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match=words) as caught:
+            memory.gather(torch.zeros(1, dtype=torch.float64))
+        assert time.monotonic() - started < (0.4 if killed else 3)
+        assert _lost_peer(caught.value)
+        peer.kill()
+
+
+def test_nothing_is_left_open() -> None:
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    memory = _SharedMemory(mmap.mmap(-1, _SharedMemory.size(2)), rank=0, pids=[os.getpid(), 1], timeout_seconds=1)
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    del memory
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
