@@ -31,7 +31,7 @@ from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.data.loaders import Splits, Subset, make_loaders
 from mnist_ddp.data.reading import read_files
 from mnist_ddp.distributed import resolve_precision, start_accelerator
-from mnist_ddp.model import batchnorm
+from mnist_ddp.model import batchnorm, exchange
 from mnist_ddp.model.convnet import ConvNet, build_model
 from mnist_ddp.training.early_stopping import EarlyStopping
 from mnist_ddp.training.loop import fit
@@ -41,6 +41,7 @@ from mnist_ddp.training.state import start_training
 BATCH_SIZE = 256
 LR = 1e-3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = resolve_precision("auto", DEVICE) == "bf16"
 
 
 def network(channels_last: bool) -> ConvNet:
@@ -111,7 +112,6 @@ def bare(digits: ImageSet) -> Iterator[None]:
     """The limit: our model, precision and batch over tensors in memory, with nothing around it, in one process."""
     processes, threads = dist.get_world_size(), torch.get_num_threads()
     images, labels = digits.images.to(DEVICE), digits.labels.to(DEVICE)
-    half = resolve_precision("auto", DEVICE) == "bf16"
     model = network(channels_last=True).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     size = BATCH_SIZE * processes
@@ -119,7 +119,7 @@ def bare(digits: ImageSet) -> Iterator[None]:
         if dist.get_rank() == 0:
             torch.set_num_threads(processes * threads)
             for start in range(0, len(digits) // size * size, size):
-                with torch.autocast(DEVICE.type, torch.bfloat16, enabled=half):
+                with torch.autocast(DEVICE.type, torch.bfloat16, enabled=HALF):
                     logits = model(images[start : start + size])
                 F.cross_entropy(logits, labels[start : start + size]).backward()
                 optimizer.step()
@@ -128,29 +128,36 @@ def bare(digits: ImageSet) -> Iterator[None]:
         yield
 
 
-def plain_ddp(digits: ImageSet, *, channels_last: bool = False) -> Iterator[None]:
-    """What people write by hand: TensorDataset, DistributedSampler, default DataLoader, DDP."""
+def plain_ddp(digits: ImageSet, *, like_ours: bool = False) -> Iterator[None]:
+    """What people write by hand: TensorDataset, DistributedSampler, default DataLoader, DDP.
+
+    Args:
+        digits: to train on.
+        like_ours: in our precision and memory format, in place of the default ones. The same goes for the next two.
+    """
     dataset = _floats(digits)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True)
-    model = DistributedDataParallel(network(channels_last))
+    model = DistributedDataParallel(network(channels_last=like_ours))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=like_ours and HALF):
+                logits = model(images)
+            F.cross_entropy(logits, labels).backward()
             optimizer.step()
         epoch += 1
         yield
 
 
-def plain_accelerate(digits: ImageSet, *, channels_last: bool = False) -> Iterator[None]:
+def plain_accelerate(digits: ImageSet, *, like_ours: bool = False) -> Iterator[None]:
     """The same with a plain Accelerate loop, which gathers its predictions."""
     accelerator = Accelerator(cpu=True)
-    model = network(channels_last)
+    accelerator.native_amp = like_ours and HALF  # else that of the first Accelerator of this process: ours
+    model = network(channels_last=like_ours)
     loader = DataLoader(_floats(digits), batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR), loader)
     while True:
@@ -163,13 +170,14 @@ def plain_accelerate(digits: ImageSet, *, channels_last: bool = False) -> Iterat
         yield
 
 
-def fabric(digits: ImageSet, *, channels_last: bool = False) -> Iterator[None]:
+def fabric(digits: ImageSet, *, like_ours: bool = False) -> Iterator[None]:
     """The same with Lightning Fabric."""
     from lightning_fabric import Fabric
 
-    run = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    precision = "bf16-mixed" if like_ours and HALF else "32-true"
+    run = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", precision=precision)
     run.launch()
-    network_ = network(channels_last)
+    network_ = network(channels_last=like_ours)
     model, optimizer = run.setup(network_, torch.optim.AdamW(network_.parameters(), lr=LR))
     loader = run.setup_dataloaders(DataLoader(_floats(digits), batch_size=BATCH_SIZE, shuffle=True, drop_last=True))
     while True:
@@ -199,11 +207,11 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
         contenders |= {
             "ours, plain BatchNorm": ours(digits, synchronised=False),
             "plain DDP": plain_ddp(digits),
-            "plain DDP, channels_last": plain_ddp(digits, channels_last=True),
+            "plain DDP, our precision, format": plain_ddp(digits, like_ours=True),
             "plain Accelerate": plain_accelerate(digits),
-            "plain Accelerate, channels_last": plain_accelerate(digits, channels_last=True),
+            "plain Accelerate, our precision, format": plain_accelerate(digits, like_ours=True),
             "Lightning Fabric": fabric(digits),
-            "Lightning Fabric, channels_last": fabric(digits, channels_last=True),
+            "Lightning Fabric, our precision, format": fabric(digits, like_ours=True),
         }
     images = len(digits) // (BATCH_SIZE * processes) * BATCH_SIZE * processes * epochs
     rates: dict[str, list[float]] = {name: [] for name in contenders}
@@ -223,31 +231,34 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
             seconds = run(name)
             if round_ > 0:  # the first warms up
                 rates[name].append(images / seconds)
-    # How much of our step the collectives of BatchNorm take, the wait for the slower process included.
-    in_gather = 0.0
+    # How much of our step the processes wait for each other's messages, and for each other.
+    waiting = {"BatchNorm's": 0.0, "the gradients'": 0.0}
+    inside: list[str] = []
 
-    def timed(gather: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_gather(*args: Any) -> Any:
-            nonlocal in_gather
+    def timed(wait: Callable[..., Any], whose: str) -> Callable[..., Any]:
+        def timed_wait(*args: Any) -> Any:
+            inside.append(whose)
             start = time.perf_counter()
-            gathered = gather(*args)
-            in_gather += time.perf_counter() - start
-            return gathered
+            waited = wait(*args)
+            if len(inside) == 1:  # BatchNorm's messages may wait as the gradients do
+                waiting[whose] += time.perf_counter() - start
+            inside.pop()
+            return waited
 
-        return timed_gather
+        return timed_wait
 
-    batchnorm.gather = timed(batchnorm.gather)
-    collective_share = [0.0]
-    if processes > 1:
-        collective_share = []
-        for _ in range(rounds):
-            in_gather = 0.0
-            seconds = run("ours")
-            collective_share.append(in_gather / seconds)
+    batchnorm.gather = timed(batchnorm.gather, "BatchNorm's")
+    exchange._wait_for = timed(exchange._wait_for, "the gradients'")
+    shares: dict[str, list[float]] = {whose: [] for whose in waiting}
+    for _ in range(rounds if processes > 1 else 0):
+        waiting.update(dict.fromkeys(waiting, 0.0))
+        seconds = run("ours")
+        for whose, waited in waiting.items():
+            shares[whose].append(waited / seconds)
     if rank == 0:
         figures = {
             "images_per_second": rates,
-            "collective_share": statistics.median(collective_share),
+            "collective_shares": {whose: statistics.median(values or [0.0]) for whose, values in shares.items()},
             "data_wait_share": statistics.median(waits),
         }
         output.write_text(json.dumps(figures))
@@ -279,12 +290,10 @@ def main() -> int:
             print(f"{name:34}{statistics.median(values):10,.0f}{figures['ours_over'][name]:12.2f}")
         print(f"waiting for data: {figures['data_wait_share']:.1%} of our epoch")
         if processes > 1:
-            share = figures["collective_share"]
-            without = figures["ours_over"]["bare loop, one process"] / (1 - share)
-            print(
-                f"in BatchNorm's collectives: {share:.1%} of our epoch; without them we would be at {without:.2f} of "
-                "the bare loop"
-            )
+            shares = figures["collective_shares"]
+            without = figures["ours_over"]["bare loop, one process"] / (1 - sum(shares.values()))
+            parts = ", ".join(f"{whose} {share:.1%}" for whose, share in shares.items())
+            print(f"in collectives: {parts} of our epoch; without them we would be at {without:.2f} of the bare loop")
         everything[str(processes)] = figures
     Path(args.json).write_text(json.dumps(everything, indent=2))
     return 0
