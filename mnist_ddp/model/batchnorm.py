@@ -95,21 +95,22 @@ def global_statistics(input: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
     """
     C, dtype = input.size(1), torch.promote_types(input.dtype, torch.float32)
     count = input.numel() // C
-    sums = input.new_zeros(2 * C + 1, dtype=torch.float64)  # of x and of x^2, and how many
     if count > 0:
         rows, folds = _rows(input)
         # The running statistics passed here only set the dtype of the result: momentum 0 leaves them alone.
-        unused = input.new_zeros(rows.size(1), dtype=dtype)
+        unused = input.new_empty(rows.size(1), dtype=dtype)
         parts = torch.stack(torch.batch_norm_update_stats(rows, unused, unused, 0.0)).double()
         means_FC, vars_FC = parts.view(2, folds, C).unbind()
-        # Sums of squares lose the digits of the variance where |mean| >> std; in float64 they keep all that fp32 has.
+        # Squares lose the digits of the variance where |mean| >> std; in float64 they keep all that fp32 has.
         squares_FC = vars_FC.addcmul(means_FC, means_FC)
-        sums[:-1] = torch.cat([means_FC, squares_FC], dim=1).sum(0) * (count / folds)
-        sums[-1] = count
+        moments = torch.cat([means_FC, squares_FC], dim=1).mean(0)  # of x and x^2, (2 C,)
+    else:
+        moments = input.new_zeros(2 * C, dtype=torch.float64)
     if group is not None:
-        sums = gather(sums, group).sum(0)
+        sums = gather(torch.cat([moments * count, moments.new_full((1,), count)]), group).sum(0)
         count = int(sums[-1])
-    mean_C, squares_C = (sums[:-1] / count).chunk(2)
+        moments = sums[:-1] / count
+    mean_C, squares_C = moments.chunk(2)
     var_C = squares_C.addcmul(mean_C, mean_C, value=-1).clamp_(min=0)
     return mean_C.to(dtype), var_C.to(dtype), count
 
@@ -164,19 +165,20 @@ class _Normalize(torch.autograd.Function):
         """
         input, weight, mean_C, var_C = ctx.saved_tensors
         invstd_C = (var_C + ctx.eps).rsqrt()
-        weight_C = torch.ones_like(mean_C) if weight is None else weight.to(mean_C.dtype)
         C = len(mean_C)
-        sums_2C = mean_C.new_zeros(2, C, dtype=torch.float64)
+        if grad_output.stride() != input.stride():  # the kernel takes ten times longer on two memory formats
+            grad_output = torch.empty_like(input).copy_(grad_output)
+        x, folds = _rows(input)
+        g = grad_output if x is input else grad_output.movedim(1, -1).reshape(x.shape)
         if input.numel() > 0:
-            if grad_output.stride() != input.stride():  # the kernel takes ten times longer on two memory formats
-                grad_output = torch.empty_like(input).copy_(grad_output)
-            (x, folds), (g, _) = _rows(input), _rows(grad_output)
             # Only the kernel's two reductions: its gradient of the input would take the means over the own samples.
             _, gxhat, g_sum = torch.ops.aten.native_batch_norm_backward(
-                *(g, x, weight_C.repeat(folds), None, None, mean_C.repeat(folds), invstd_C.repeat(folds)),
+                *(g, x, None, None, None, mean_C.repeat(folds), invstd_C.repeat(folds)),
                 *(True, ctx.eps, [False, True, True]),
             )
             sums_2C = torch.stack([gxhat, g_sum]).double().view(2, folds, C).sum(1)
+        else:
+            sums_2C = mean_C.new_zeros(2, C, dtype=torch.float64)
         grad_weight, grad_bias = sums_2C.to(mean_C.dtype)
 
         grad_input = None
@@ -185,11 +187,13 @@ class _Normalize(torch.autograd.Function):
                 sums_2C = gather(sums_2C.view(-1), ctx.group).sum(0).view(2, C)
             mean_gxhat_C, mean_g_C = sums_2C / ctx.count
             # dL/dx = a g + b x + c
-            a_C = weight_C * invstd_C
-            b_C = -a_C * invstd_C * mean_gxhat_C
-            c_C = -a_C * mean_g_C - b_C * mean_C
-            a, b, c = (_expand(coefficient_C, input) for coefficient_C in (a_C, b_C, c_C))
-            grad_input = torch.addcmul(c, grad_output, a).addcmul_(input, b)
+            a_C = invstd_C.double() if weight is None else invstd_C.double() * weight
+            b_C = a_C * mean_gxhat_C * -invstd_C
+            c_C = -(a_C * mean_g_C).addcmul_(b_C, mean_C)
+            a, b, c = _beside(torch.stack([a_C, b_C, c_C]).to(input.dtype), x, folds)
+            grad_input = torch.addcmul(c, g, a).addcmul_(x, b)
+            if x is not input:
+                grad_input = grad_input.view(input.movedim(1, -1).shape).movedim(-1, 1)
         _, weight_needs_grad, bias_needs_grad, *_ = ctx.needs_input_grad
         return (
             grad_input,
@@ -199,9 +203,10 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _expand(coefficient_C: Tensor, input: Tensor) -> Tensor:
-    """Expands (C,) to (1, C, ...) in the dtype and memory order of `input`, for an arithmetic pass over it.
+def _beside(values_KC: Tensor, rows: Tensor, folds: int) -> Tensor:
+    """Shapes values of each channel so that they broadcast over `rows`, the first result of `_rows`, K times.
 
-    (C, 1, 1) would do, but takes several times longer with channels_last: the inner loops have C elements only.
+    Over long rows: (C, 1, 1) beside channels_last values takes several times longer, for inner loops of C elements.
     """
-    return torch.empty_like(input[:1]).copy_(coefficient_C.view(-1, *[1] * (input.dim() - 2)))
+    K = len(values_KC)
+    return values_KC.repeat(1, folds).view(K, 1, -1, *[1] * (rows.dim() - 2))
