@@ -82,26 +82,6 @@ def test_torchrun_restarts_a_killed_worker_from_the_checkpoint(untouched: Path, 
     assert outcome(folder) == outcome(untouched)
 
 
-def test_a_killed_launcher_leaves_no_process_behind(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With interpreters of their own: it is a parent that is killed. Both launchers at once: most is importing."""
-    monkeypatch.setattr(faults, "programs", Path(sys.executable).parent)
-    runs = [Run(name, digits, tmp_path / name, "--epochs", "1000") for name in ("torchrun", "self-started")]
-    try:
-        for run in runs:
-            assert run.wait_for("epoch   1"), run.said()
-            run.process.kill()
-            run.process.wait(10)
-            deadline = time.monotonic() + 10
-            while run.session():
-                assert time.monotonic() < deadline, f"{run.process.args}: left {run.session()}"
-                time.sleep(0.1)
-    finally:
-        for run in runs:
-            run.end()
-
-
 # train_accel.py in which a function of the loop first sleeps on the last rank: a process that hangs.
 HANGS = """
 import os, sys, time
@@ -167,27 +147,51 @@ def test_a_second_interrupt_ends_at_once(digits: Path, folder: Path, tmp_path: P
         run.end()
 
 
-def test_a_process_that_hangs_or_is_suspended_is_named(digits: Path, tmp_path: Path) -> None:
-    """One that hangs in Python shows its stack as well. Both at once: most of the time is the timeout's."""
-    script = tmp_path / "train.py"
-    script.write_text(HANGS.format(function="evaluate", rank=1))
+@pytest.fixture(scope="module")
+def stuck(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """Two runs whose rank 1 is stuck, from now on until the timeout."""
+    folder = tmp_path_factory.mktemp("stuck")
+    (folder / "train.py").write_text(HANGS.format(function="evaluate", rank=1))
     flags = ("--epochs", "1000", "--timeout_seconds", "6")
-    hangs = Run("torchrun", digits, tmp_path / "hangs", *flags, script=script)
-    suspended = Run("self-started", digits, tmp_path / "suspended", *flags)
+    hangs = Run("torchrun", digits, folder / "hangs", *flags, script=folder / "train.py")
+    suspended = Run("self-started", digits, folder / "suspended", *flags)
     try:
         assert suspended.wait_for("epoch   1"), suspended.said()
         fork_of(suspended.ranks()[1]).suspend()
         assert hangs.wait_for("hanging"), hangs.said()
-        started = time.monotonic()
-        assert hangs.process.wait(60) != 0
-        assert suspended.process.wait(60) != 0
-        assert time.monotonic() - started < 6 + 20  # the timeout, the end of the others, the launchers' own
+        yield {"hangs": hangs, "suspended": suspended}
     finally:
         hangs.end()
         suspended.end()
-    for run in (hangs, suspended):
+
+
+@pytest.mark.usefixtures("stuck")  # whose timeout passes in the meantime
+def test_a_killed_launcher_leaves_no_process_behind(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With interpreters of their own: it is a parent that is killed. Both launchers at once: most is importing."""
+    monkeypatch.setattr(faults, "programs", Path(sys.executable).parent)
+    runs = [Run(name, digits, tmp_path / name, "--epochs", "1000") for name in ("torchrun", "self-started")]
+    try:
+        for run in runs:
+            assert run.wait_for("epoch   1"), run.said()
+            run.process.kill()
+            run.process.wait(10)
+            deadline = time.monotonic() + 10
+            while run.session():
+                assert time.monotonic() < deadline, f"{run.process.args}: left {run.session()}"
+                time.sleep(0.1)
+    finally:
+        for run in runs:
+            run.end()
+
+
+def test_a_process_that_hangs_or_is_suspended_is_named(stuck: dict[str, Run]) -> None:
+    """One that hangs in Python shows its stack as well."""
+    for run in stuck.values():
+        assert run.process.wait(60) != 0
         assert "error: rank 1 is stuck or out of reach" in run.said(), run.said()
-    assert "in hang_here" in hangs.said(), hangs.said()
+    assert "in hang_here" in stuck["hangs"].said(), stuck["hangs"].said()
 
 
 def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
