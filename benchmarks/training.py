@@ -285,9 +285,9 @@ def main() -> int:
             for name, values in rates.items()
         }
         print(f"\n{processes} x {BATCH_SIZE} images a step, medians of {rounds} rounds")
-        print(f"{'':34}{'images/s':>10}{'ours / it':>12}")
+        print(f"{'':40}{'images/s':>10}{'ours / it':>12}")
         for name, values in rates.items():
-            print(f"{name:34}{statistics.median(values):10,.0f}{figures['ours_over'][name]:12.2f}")
+            print(f"{name:40}{statistics.median(values):10,.0f}{figures['ours_over'][name]:12.2f}")
         print(f"waiting for data: {figures['data_wait_share']:.1%} of our epoch")
         if processes > 1:
             shares = figures["collective_shares"]

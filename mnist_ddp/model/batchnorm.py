@@ -8,7 +8,6 @@ Legend: N samples, C channels, P processes; x of shape (N, C, ...); y = weight x
 and mean, std of a channel over the samples and positions of all processes.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -123,13 +122,15 @@ def _rows(input: Tensor) -> tuple[Tensor, int]:
     Without this, runs with different numbers of processes, whose sums have different lengths, would differ a hundred
     times more than rounding makes them.
 
-    Values that do not lie channels_last in memory stay as they are, with F = 1.
+    F is the largest divisor of the number of values up to 64. Values that do not lie channels_last in memory stay as
+    they are, with F = 1.
     """
     last = input.movedim(1, -1)
     if not last.is_contiguous():
         return input, 1
     C = input.size(1)
-    folds = math.gcd(input.numel() // C, 64)
+    count = input.numel() // C
+    folds = next(F for F in range(64, 0, -1) if count % F == 0)
     return last.reshape(-1, folds * C), folds
 
 
@@ -186,11 +187,12 @@ class _Normalize(torch.autograd.Function):
             if ctx.group is not None:
                 sums_2C = gather(sums_2C.view(-1), ctx.group).sum(0).view(2, C)
             mean_gxhat_C, mean_g_C = sums_2C / ctx.count
-            # dL/dx = a g + b x + c
+            # dL/dx = a g + b x + c. c makes up for the rounding of a and b to half precision.
             a_C = invstd_C.double() if weight is None else invstd_C.double() * weight
-            b_C = a_C * mean_gxhat_C * -invstd_C
-            c_C = -(a_C * mean_g_C).addcmul_(b_C, mean_C)
-            a, b, c = _beside(torch.stack([a_C, b_C, c_C]).to(input.dtype), x, folds)
+            b_C = (a_C * mean_gxhat_C * -invstd_C).to(input.dtype)
+            a_C = a_C.to(input.dtype)
+            c_C = -(a_C * mean_g_C + b_C * mean_C.double())
+            a, b, c = _beside(torch.stack([a_C, b_C, c_C.to(input.dtype)]), x, folds)
             grad_input = torch.addcmul(c, g, a).addcmul_(x, b)
             if x is not input:
                 grad_input = grad_input.view(input.movedim(1, -1).shape).movedim(-1, 1)

@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+_NAME = "mnist_ddp"
 CAPACITY = 8192  # values of a message; longer ones go through Gloo
 _POLL_SECONDS = 0.05  # longer than the steps of processes in good health differ by
 _NAP_SECONDS = 0.001
 _LOOK_SECONDS = 0.02  # how often a waiting process looks whether the others are alive
+_SIZE_BITS = 16  # of a counter, for the number of values; the rest is the turn
 _LINE = 8  # counters to a cache line, so that no two processes write to the same
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -81,7 +83,7 @@ class _SharedMemory:
     behind. Slots alternate: whoever is at turn t + 1 writes to the other one, and turn t + 2 begins only when all have
     come to t + 1, and so have read turn t.
 
-    That the message is there when its number is needs a processor that keeps the order of stores, as x86-64 does.
+    That a message is there when its number is needs a processor that keeps the order of loads and of stores: x86-64.
 
     Args:
         memory: of `size(P)` bytes, shared by all.
@@ -108,18 +110,23 @@ class _SharedMemory:
         return 8 * processes * (_LINE + 2 * CAPACITY)
 
     def gather(self, local: Tensor) -> Tensor:
+        K = local.numel()
         self.turn += 1
-        messages = self.slots[self.turn % 2, :, : local.numel()]
+        messages = self.slots[self.turn % 2, :, :K]
         messages[self.rank] = local
-        self.turns[self.rank] = self.turn
-        if min(self.turns) < self.turn:
+        self.turns[self.rank] = self.turn << _SIZE_BITS | K
+        if min(self.turns) < self.turn << _SIZE_BITS:
             self._wait()
+        # One that is a turn ahead has made this comparison itself.
+        sizes = {turn & (1 << _SIZE_BITS) - 1 for turn in self.turns if turn >> _SIZE_BITS == self.turn}
+        if sizes != {K}:
+            raise RuntimeError(f"the processes are not at the same layer: they exchange {sorted(sizes)} values")
         return messages.clone()
 
     def _wait(self) -> None:
         started = now = time.monotonic()
         looked = now
-        while min(self.turns) < self.turn:
+        while min(self.turns) < self.turn << _SIZE_BITS:
             if now - started < _POLL_SECONDS:
                 _yield()
             else:
@@ -127,7 +134,7 @@ class _SharedMemory:
             now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
                 looked = now
-                if self.ended.poll(0) and min(self.turns) < self.turn:
+                if self.ended.poll(0) and min(self.turns) < self.turn << _SIZE_BITS:
                     raise dist.DistNetworkError("Connection closed by peer: it has ended")
                 if now - started > self.timeout_seconds:
                     raise dist.DistNetworkError(f"Timed out waiting {self.timeout_seconds:.0f} s for another process")
@@ -144,11 +151,12 @@ def _share_memory(group: Any) -> _SharedMemory | None:
     """
     P, rank = dist.get_world_size(group), dist.get_rank(group)
     possible = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    timeout_seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     size, token = mmap.PAGESIZE + _SharedMemory.size(P), os.urandom(16)
     fd = -1
     if rank == 0 and possible:
         with contextlib.suppress(OSError):
-            fd = os.memfd_create("mnist_ddp")
+            fd = os.memfd_create(_NAME)
             os.ftruncate(fd, size)
             os.pwrite(fd, token, size - mmap.PAGESIZE)
     offers: list[Any] = [None] * P
@@ -157,18 +165,15 @@ def _share_memory(group: Any) -> _SharedMemory | None:
     first_pid, first_fd, token = offers[0]
     memory = None
     if possible and first_fd >= 0:
-        with contextlib.suppress(OSError):
-            if rank > 0:
-                fd = os.open(f"/proc/{first_pid}/fd/{first_fd}", os.O_RDWR)
-            # Processes of other namespaces have other numbers; those of this one are seen to end.
-            if os.pread(fd, len(token), size - mmap.PAGESIZE) == token:
-                memory = _SharedMemory(mmap.mmap(fd, _SharedMemory.size(P)), rank, pids, _timeout_seconds(group))
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            path = f"/proc/{first_pid}/fd/{first_fd}"
+            # Processes of other namespaces have other numbers: behind this one there may be anything.
+            if rank > 0 and os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                fd = os.open(path, os.O_RDWR)
+            if fd >= 0 and os.pread(fd, len(token), size - mmap.PAGESIZE) == token:
+                memory = _SharedMemory(mmap.mmap(fd, _SharedMemory.size(P)), rank, pids, timeout_seconds)
     answers: list[Any] = [None] * P
     dist.all_gather_object(answers, memory is not None, group)
     if fd >= 0:
         os.close(fd)
     return memory if all(answers) else None
-
-
-def _timeout_seconds(group: Any) -> float:
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

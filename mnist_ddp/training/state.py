@@ -217,8 +217,9 @@ def start_training(
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
     # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
     prepared_model.broadcast_buffers = False
-    if isinstance(prepared_model, DistributedDataParallel) and accelerator.device.type == "cpu":
-        prepared_model.register_comm_hook(None, average_gradients)
+    parallel = getattr(prepared_model, "_orig_mod", prepared_model)  # what --compile wraps
+    if isinstance(parallel, DistributedDataParallel) and accelerator.device.type == "cpu":
+        parallel.register_comm_hook(None, average_gradients)
     average = WeightAverage(averaged, model, ema_decay)
     return TrainingState(
         model,

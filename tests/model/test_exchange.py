@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import accelerator_of, run_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 from mnist_ddp.distributed import _lost_peer
 from mnist_ddp.model import exchange
-from mnist_ddp.model.exchange import _SharedMemory, gather
+from mnist_ddp.model.exchange import _SharedMemory, average_gradients, gather
 
 TURNS = 300
 
@@ -80,3 +81,42 @@ def test_nothing_is_left_open() -> None:
     del memory
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def gradients(hook: bool) -> list[torch.Tensor]:
+    """Of two micro-batches, the first without a reduction; each layer in a bucket of its own."""
+    accelerator = accelerator_of()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+    if hook:
+        model.register_comm_hook(None, average_gradients)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    for _ in range(3):  # the buckets are laid out anew after the first backward pass
+        model.zero_grad()
+        with model.no_sync():
+            model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+        model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_gradients_are_averaged_as_without_the_hook(processes: int) -> None:
+    with_hook, without = (run_ranks(gradients, processes, hook) for hook in (True, False))
+    for ours, theirs in zip(with_hook, without, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(with_hook[0], with_hook[1], rtol=0, atol=0)
+
+
+def two_sizes() -> str:
+    accelerator = accelerator_of()
+    gather(torch.zeros(3, dtype=torch.float64), dist.group.WORLD)
+    try:
+        gather(torch.zeros(3 + accelerator.process_index, dtype=torch.float64), dist.group.WORLD)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_at_different_layers_are_noticed() -> None:
+    assert any("not at the same layer: they exchange [3, 4] values" in said for said in run_ranks(two_sizes, 2))
