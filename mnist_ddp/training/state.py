@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mnist_ddp.model.batchnorm import convert_sync_batchnorm
+from mnist_ddp.model.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from mnist_ddp.model.exchange import average_gradients
 from mnist_ddp.training.average import WeightAverage
 from mnist_ddp.training.checkpoint import Snapshot
@@ -214,6 +215,10 @@ def start_training(
         # A fused optimizer skips an overflowed step inside its kernel, where Accelerate does not notice.
         fused=accelerator.scaler is None,
     )
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        for layer in model.modules():
+            if isinstance(layer, SyncBatchNorm):  # the compiler cannot look through the exchange between processes
+                layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
     prepared_model, prepared_optimizer = accelerator.prepare(model, built)
     # Synchronised BatchNorm keeps the buffers equal without DDP's broadcast before every forward pass.
     prepared_model.broadcast_buffers = False
