@@ -32,7 +32,7 @@ def run_classic(train_file: str, seed: int) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     def read(path: str | Path) -> TensorDataset:
-        table = torch.from_numpy(pd.read_csv(path, header=None, dtype="uint8").to_numpy())
+        table = torch.tensor(pd.read_csv(path, header=None, dtype="uint8").to_numpy())
         images = (table[:, 1:].reshape(-1, 1, 28, 28).float() / 255 - 0.1307) / 0.3081
         return TensorDataset(images, table[:, 0].long())
 
@@ -64,6 +64,7 @@ def run_ours(train_file: str, seed: int, processes: int, folder: str) -> None:
     recipe = ["--config", str(ROOT / "recipes" / "fast.yaml"), "--target_accuracy", str(TARGET), "--log_with", "none"]
     files = ["--mnist_file_path", train_file, "--val_file_path", str(TEST), "--test_file_path", str(TEST)]
     where = ["--pt_path", folder, "--num_processes", str(processes), "--seed", str(seed)]
+    where += ["--batch_size", str(128 // processes)]  # the same global batch
     command = [sys.executable, str(ROOT / "train_accel.py"), *recipe, *files, *where]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
     result = json.loads((Path(folder) / "result.json").read_text())
