@@ -111,7 +111,7 @@ def test_fp32_processes_match_one(splits: Splits) -> None:
         for rank in run_ranks(train, processes, splits, settings(processes), torch.float32):
             assert rank.losses[:5] == pytest.approx(expected.losses[:5], rel=0, abs=1e-5)
             assert rank.losses[:STEPS] == pytest.approx(expected.losses[:STEPS], rel=0, abs=1e-3)
-            assert rank.val_accuracy == pytest.approx(expected.val_accuracy, rel=0, abs=0.0031)  # 3 images
+            assert rank.val_accuracy == pytest.approx(expected.val_accuracy, rel=0, abs=0.003 + 1e-9)  # 3 images
 
 
 @pytest.mark.slow
