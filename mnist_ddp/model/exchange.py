@@ -42,7 +42,7 @@ def gather(local: Tensor, group: Any) -> Tensor:
 
     Raises:
         dist.DistNetworkError: another process has ended, or did not come within the group's timeout.
-        RuntimeError: Gloo's, for the same reasons.
+        RuntimeError: Gloo's, for the same reasons; or the processes hold different K.
     """
     if group not in _of_groups:
         _of_groups[group] = _share_memory(group)
@@ -61,6 +61,9 @@ def average_gradients(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     Args:
         group: the processes; None means all.
         bucket: of gradients on the CPU. The last is waited for here, the others while the backward pass goes on.
+
+    Returns:
+        The bucket's gradients, flat, averaged over the processes.
     """
     gradients = bucket.buffer().div_(dist.get_world_size(group))
     work = dist.all_reduce(gradients, group=group, async_op=True)
@@ -107,6 +110,7 @@ class _SharedMemory:
 
     @staticmethod
     def size(processes: int) -> int:
+        """Bytes for so many processes."""
         return 8 * processes * (_LINE + 2 * CAPACITY)
 
     def gather(self, local: Tensor) -> Tensor:
