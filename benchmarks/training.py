@@ -3,18 +3,22 @@
     python -m benchmarks.training            # a few minutes on two cores
     python -m benchmarks.training --quick    # a smoke test
 
-All contenders train the same network with the same rule on the same digits, without augmentation, in turn and in the
-same processes. The bare loop runs in one of them, with the threads of all. Prints images per second and our ratio to
-each contender, as the median of the rounds' ratios, and writes the figures to a JSON file.
+All contenders train the same network with the same rule on the same digits, without augmentation, in turn. The bare
+loop runs in one of our processes, with the threads of all. The peers run in processes of their own, whose C library
+allocates memory as it does for everybody: ours have it keep what a step frees. Prints images per second and our ratio
+to each contender, as the median of the rounds' ratios, and writes the figures to a JSON file.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +198,23 @@ def _floats(digits: ImageSet) -> TensorDataset:
 
 # ---- measuring
 
+OURS, BARE, PLAIN = "ours", "bare loop, one process", "ours, plain BatchNorm"
 
-def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, output: Path) -> None:
-    """All contenders in turn, on this process; rank 0 writes seconds per image to `output`."""
+
+def contend(rank: int, port: int, processes: int, epochs: int, side: str, few: int, orders: Connection) -> None:
+    """One process of a side: trains as the contender that `orders` names, and answers with what it measured."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     dist.init_process_group("gloo")
     digits = read_files("")["train"]
-    waits: list[float] = []
-    contenders = {"ours": ours(digits, wait=waits), "bare loop, one process": bare(digits)}
-    if processes > 1 and DEVICE.type == "cpu":  # the peers are written for CPUs
-        contenders |= {
-            "ours, plain BatchNorm": ours(digits, synchronised=False),
+    if few:
+        digits = replace(digits, images=digits.images[:few], labels=digits.labels[:few])
+    waits = [0.0]
+    contenders: dict[str, Iterator[None]]
+    if side == "ours":
+        contenders = {OURS: ours(digits, wait=waits), BARE: bare(digits), PLAIN: ours(digits, synchronised=False)}
+    else:
+        contenders = {
             "plain DDP": plain_ddp(digits),
             "plain DDP, our precision, format": plain_ddp(digits, like_ours=True),
             "plain Accelerate": plain_accelerate(digits),
@@ -213,10 +222,11 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
             "Lightning Fabric": fabric(digits),
             "Lightning Fabric, our precision, format": fabric(digits, like_ours=True),
         }
+    waiting = _time_waiting()
     images = len(digits) // (BATCH_SIZE * processes) * BATCH_SIZE * processes * epochs
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-
-    def run(name: str) -> float:
+    orders.send(list(contenders))
+    while name := orders.recv():
+        waiting.update(dict.fromkeys(waiting, 0.0))
         dist.barrier()
         start = time.perf_counter()
         for _ in range(epochs):
@@ -224,14 +234,14 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        shares = {whose: waited / seconds for whose, waited in waiting.items()}
+        orders.send({"images_per_second": images / seconds, "collectives": shares, "data_wait": waits[-1]})
+    dist.destroy_process_group()
 
-    for round_ in range(rounds + 1):
-        for name in contenders:
-            seconds = run(name)
-            if round_ > 0:  # the first warms up
-                rates[name].append(images / seconds)
-    # How much of our step the processes wait for each other's messages, and for each other.
+
+def _time_waiting() -> dict[str, float]:
+    """Seconds, counted from here on, for which our steps wait for the other processes and their messages."""
     waiting = {"BatchNorm's": 0.0, "the gradients'": 0.0}
     inside: list[str] = []
 
@@ -249,25 +259,67 @@ def measure(rank: int, port: int, processes: int, rounds: int, epochs: int, outp
 
     batchnorm.gather = timed(batchnorm.gather, "BatchNorm's")
     exchange._wait_for = timed(exchange._wait_for, "the gradients'")
-    shares: dict[str, list[float]] = {whose: [] for whose in waiting}
-    for _ in range(rounds if processes > 1 else 0):
-        waiting.update(dict.fromkeys(waiting, 0.0))
-        seconds = run("ours")
-        for whose, waited in waiting.items():
-            shares[whose].append(waited / seconds)
-    if rank == 0:
-        figures = {
-            "images_per_second": rates,
-            "collective_shares": {whose: statistics.median(values or [0.0]) for whose, values in shares.items()},
-            "data_wait_share": statistics.median(waits),
-        }
-        output.write_text(json.dumps(figures))
-    dist.destroy_process_group()
+    return waiting
+
+
+def measure(processes: int, rounds: int, epochs: int, few: int) -> dict[str, Any]:
+    """All contenders in turn.
+
+    Args:
+        processes: of each contender, but for the bare loop's one.
+        rounds: that count; one more warms up.
+        epochs: of each contender in each round.
+        few: how many of the digits to train on; 0 for all.
+    """
+    context = mp.get_context("spawn")
+    sides: list[list[Connection]] = []  # for each its processes'
+    keep: list[Any] = []
+    # The peers are written for CPUs, and for several processes.
+    for whose in ("ours", "theirs") if processes > 1 and DEVICE.type == "cpu" else ("ours",):
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        pipes = [context.Pipe() for _ in range(processes)]
+        workers = [
+            context.Process(target=contend, args=(rank, store.port, processes, epochs, whose, few, end), daemon=True)
+            for rank, (_, end) in enumerate(pipes)
+        ]
+        for worker in workers:
+            worker.start()
+        for _, end in pipes:
+            end.close()  # so that a worker's death ends the wait for its answer
+        sides.append([here for here, _ in pipes])
+        keep += [store, *workers]
+    names: list[tuple[str, list[Connection]]] = []
+    for side in sides:
+        contenders, *_ = [connection.recv() for connection in side]
+        names += [(name, side) for name in contenders]
+    rates: dict[str, list[float]] = {name: [] for name, _ in names}
+    own: list[dict[str, Any]] = []
+    for round_ in range(rounds + 1):
+        for name, side in names:
+            for connection in side:
+                connection.send(name)
+            first, *_ = [connection.recv() for connection in side]
+            if round_ > 0:  # the first warms up
+                rates[name].append(first["images_per_second"])
+                own += [first] if name == OURS else []
+    for connection in itertools.chain(*sides):
+        connection.send("")
+    return {
+        "images_per_second": rates,
+        "ours_over": {
+            name: statistics.median(a / b for a, b in zip(rates[OURS], values, strict=True))
+            for name, values in rates.items()
+        },
+        "collective_shares": {
+            whose: statistics.median(one["collectives"][whose] for one in own) for whose in own[0]["collectives"]
+        },
+        "data_wait_share": statistics.median(one["data_wait"] for one in own),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--quick", action="store_true", help="one short round, a smoke test")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes; default: 1 2")
     parser.add_argument("--json", default="benchmark_training.json", help="where to write the figures")
     args = parser.parse_args()
@@ -275,15 +327,9 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     everything: dict[str, Any] = {}
     for processes in args.processes:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-        mp.spawn(measure, (store.port, processes, rounds, epochs, Path(args.json)), nprocs=processes)
-        figures = json.loads(Path(args.json).read_text())
+        figures = measure(processes, rounds, epochs, 2 * BATCH_SIZE * processes if args.quick else 0)
         rates = figures["images_per_second"]
-        figures["ours_over"] = {
-            name: statistics.median(a / b for a, b in zip(rates["ours"], values, strict=True))
-            for name, values in rates.items()
-        }
         print(f"\n{processes} x {BATCH_SIZE} images a step, medians of {rounds} rounds")
         print(f"{'':40}{'images/s':>10}{'ours / it':>12}")
         for name, values in rates.items():
@@ -291,7 +337,7 @@ def main() -> int:
         print(f"waiting for data: {figures['data_wait_share']:.1%} of our epoch")
         if processes > 1:
             shares = figures["collective_shares"]
-            without = figures["ours_over"]["bare loop, one process"] / (1 - sum(shares.values()))
+            without = figures["ours_over"][BARE] / (1 - sum(shares.values()))
             parts = ", ".join(f"{whose} {share:.1%}" for whose, share in shares.items())
             print(f"in collectives: {parts} of our epoch; without them we would be at {without:.2f} of the bare loop")
         everything[str(processes)] = figures
