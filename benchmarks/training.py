@@ -202,7 +202,18 @@ OURS, BARE, PLAIN = "ours", "bare loop, one process", "ours, plain BatchNorm"
 
 
 def contend(rank: int, port: int, processes: int, epochs: int, side: str, few: int, orders: Connection) -> None:
-    """One process of a side: trains as the contender that `orders` names, and answers with what it measured."""
+    """One process of a side: trains as the contender that `orders` names, and answers with what it measured.
+
+    Args:
+        rank, processes: of each contender.
+        port: of the store in which they find each other.
+        epochs: for each order.
+        side: "ours", with the bare loop, or "theirs".
+        few: how many of the digits to train on; 0 for all.
+        orders: gives names, and an empty one for the end. Gets the contenders' names first, then, for each order,
+            images per second, the shares of the time spent in collectives, and that of our epoch spent waiting for
+            batches.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     dist.init_process_group("gloo")
@@ -273,21 +284,23 @@ def measure(processes: int, rounds: int, epochs: int, few: int) -> dict[str, Any
     """
     context = mp.get_context("spawn")
     sides: list[list[Connection]] = []  # for each its processes'
-    keep: list[Any] = []
+    stores: list[dist.TCPStore] = []
+    workers: list[Any] = []
     # The peers are written for CPUs, and for several processes.
     for whose in ("ours", "theirs") if processes > 1 and DEVICE.type == "cpu" else ("ours",):
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(processes)]
-        workers = [
+        started = [
             context.Process(target=contend, args=(rank, store.port, processes, epochs, whose, few, end), daemon=True)
             for rank, (_, end) in enumerate(pipes)
         ]
-        for worker in workers:
+        for worker in started:
             worker.start()
         for _, end in pipes:
             end.close()  # so that a worker's death ends the wait for its answer
         sides.append([here for here, _ in pipes])
-        keep += [store, *workers]
+        stores.append(store)
+        workers += started
     names: list[tuple[str, list[Connection]]] = []
     for side in sides:
         contenders, *_ = [connection.recv() for connection in side]
@@ -304,6 +317,8 @@ def measure(processes: int, rounds: int, epochs: int, few: int) -> dict[str, Any
                 own += [first] if name == OURS else []
     for connection in itertools.chain(*sides):
         connection.send("")
+    for worker in workers:  # the stores live until the processes have left their groups
+        worker.join(60)
     return {
         "images_per_second": rates,
         "ours_over": {
