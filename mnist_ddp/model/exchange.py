@@ -13,6 +13,7 @@ import platform
 import select
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,29 +31,31 @@ _LINE = 8  # counters to a cache line, so that no two processes write to the sam
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-def gather(local: Tensor, group: Any) -> Tensor:
-    """Stacks the messages of all processes. They call it together; the order is that of their ranks.
+def gather(local: Sequence[Tensor], group: Any, count: int = 0) -> tuple[Tensor, Sequence[int]]:
+    """Collects a message of each process. They call it together; the order is that of their ranks.
 
     Args:
-        local: (K,) float64 on the CPU, K the same on all processes.
+        local: K tensors (C,) of the same dtype on the CPU; K and C are the same on all processes.
         group: the processes, more than one.
+        count: goes with the message, 0 or more.
 
     Returns:
-        (P, K) float64.
+        (P, K, C), to be read before the next call, and all counts.
 
     Raises:
         dist.DistNetworkError: another process has ended, or did not come within the group's timeout.
-        RuntimeError: Gloo's, for the same reasons; or the processes hold different K.
+        RuntimeError: Gloo's, for the same reasons; or the processes hold different shapes.
     """
     if group not in _of_groups:
         _of_groups[group] = _share_memory(group)
-    memory = _of_groups[group]
-    if memory is not None and local.numel() <= CAPACITY:
-        return memory.gather(local)
-    gathered = local.new_empty(dist.get_world_size(group), local.numel())
-    work = dist.all_gather(list(gathered), local, group, async_op=True)  # for so few bytes faster than all_reduce
+    memory, K, C = _of_groups[group], len(local), len(local[0])
+    if memory is not None and K * C <= CAPACITY:
+        return memory.gather(local, count)
+    message = torch.cat([*local, local[0].new_tensor([count], dtype=torch.float64)])  # which holds every count
+    gathered = message.new_empty(dist.get_world_size(group), len(message))
+    work = dist.all_gather(list(gathered), message, group, async_op=True)  # for so few bytes faster than all_reduce
     _wait_for(work)
-    return gathered
+    return gathered[:, :-1].to(local[0].dtype).unflatten(1, (K, C)), [int(count) for count in gathered[:, -1]]
 
 
 def average_gradients(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -80,7 +83,7 @@ def _wait_for(work: dist.Work) -> None:
 
 
 class _SharedMemory:
-    """Two slots and a counter for each process.
+    """Two slots and a line of counters for each process.
 
     A process writes its message to a slot, then the number of its turn to its counter, and waits until no counter is
     behind. Slots alternate: whoever is at turn t + 1 writes to the other one, and turn t + 2 begins only when all have
@@ -99,8 +102,11 @@ class _SharedMemory:
         P = len(pids)
         self.rank, self.timeout_seconds = rank, timeout_seconds
         self.turn = 0
-        self.turns = memoryview(memory).cast("q")[: P * _LINE : _LINE]
+        words = memoryview(memory).cast("q")
+        self.turns = words[: P * _LINE : _LINE]
+        self.counts = [words[1 + parity : P * _LINE : _LINE] for parity in range(2)]
         self.slots = torch.frombuffer(memory, dtype=torch.float64, offset=8 * P * _LINE).view(2, P, CAPACITY)
+        self.views: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.ended = select.poll()
         for peer, pid in enumerate(pids):
             if peer != rank:
@@ -113,19 +119,24 @@ class _SharedMemory:
         """Bytes for so many processes."""
         return 8 * processes * (_LINE + 2 * CAPACITY)
 
-    def gather(self, local: Tensor) -> Tensor:
-        K = local.numel()
+    def gather(self, local: Sequence[Tensor], count: int) -> tuple[Tensor, Sequence[int]]:
         self.turn += 1
-        messages = self.slots[self.turn % 2, :, :K]
-        messages[self.rank] = local
-        self.turns[self.rank] = self.turn << _SIZE_BITS | K
+        parity, K, C = self.turn % 2, len(local), len(local[0])
+        key = parity, K, C, local[0].dtype
+        if key not in self.views:  # made once: a view takes as long as the copying of a message
+            messages = self.slots[parity].view(local[0].dtype)[:, : K * C]
+            self.views[key] = messages[self.rank], messages.unflatten(1, (K, C))
+        mine, messages = self.views[key]
+        torch.cat(local, out=mine)
+        self.counts[parity][self.rank] = count
+        self.turns[self.rank] = self.turn << _SIZE_BITS | K * C
         if min(self.turns) < self.turn << _SIZE_BITS:
             self._wait()
         # One that is a turn ahead has made this comparison itself.
         sizes = {turn & (1 << _SIZE_BITS) - 1 for turn in self.turns if turn >> _SIZE_BITS == self.turn}
-        if sizes != {K}:
+        if sizes != {K * C}:
             raise RuntimeError(f"the processes are not at the same layer: they exchange {sorted(sizes)} values")
-        return messages.clone()
+        return messages, self.counts[parity]
 
     def _wait(self) -> None:
         started = now = time.monotonic()

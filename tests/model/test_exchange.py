@@ -24,8 +24,9 @@ from mnist_ddp.model.exchange import _SharedMemory, average_gradients, gather
 TURNS = 300
 
 
-def message(rank: int, turn: int, size: int) -> torch.Tensor:
-    return torch.arange(size, dtype=torch.float64) + 1000 * turn + 1e6 * rank
+def message(rank: int, turn: int, size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    values = torch.arange(size, dtype=dtype) + 1000 * turn + 1e6 * rank  # whole numbers that fp32 holds too
+    return [values, -values]
 
 
 def exchanged(processor: str, delays: bool) -> str:
@@ -33,7 +34,7 @@ def exchanged(processor: str, delays: bool) -> str:
     accelerator = accelerator_of()
     P, rank = accelerator.num_processes, accelerator.process_index
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "CAPACITY", 128)
+        patch.setattr(exchange, "CAPACITY", 256)
         patch.setattr(platform, "machine", lambda: processor)
         patch.setattr(exchange, "_of_groups", weakref.WeakKeyDictionary())
         sleeps = torch.rand(TURNS, P, generator=torch.Generator().manual_seed(0)).pow(8) / 100
@@ -41,13 +42,15 @@ def exchanged(processor: str, delays: bool) -> str:
             if delays:
                 time.sleep(sleeps[turn, rank].item())  # each in its turn comes late
             size = 1 + turn % 100
-            gathered = gather(message(rank, turn, size), dist.group.WORLD)
-            expected = torch.stack([message(other, turn, size) for other in range(P)])
-            assert torch.equal(gathered, expected), (turn, gathered, expected)
+            dtype = (torch.float32, torch.float64)[turn // 100 % 2]
+            gathered, counts = gather(message(rank, turn, size, dtype), dist.group.WORLD, turn + rank)
+            expected = torch.stack([torch.stack(message(other, turn, size, dtype)) for other in range(P)])
+            torch.testing.assert_close(gathered, expected, rtol=0, atol=0)
+            assert list(counts) == [turn + other for other in range(P)]
         memory = exchange._of_groups[dist.group.WORLD]
         shared = memory is not None and memory.turn > 0
-        longer = gather(message(rank, 0, 129), dist.group.WORLD)  # through Gloo
-        assert torch.equal(longer[-1], message(P - 1, 0, 129))
+        longer, _ = gather(message(rank, 0, 129), dist.group.WORLD)  # through Gloo
+        assert torch.equal(longer[-1], torch.stack(message(P - 1, 0, 129)))
     return "memory" if shared else "Gloo"
 
 
@@ -67,7 +70,7 @@ def test_a_process_that_ends_or_does_not_come_is_noticed(killed: bool, words: st
             peer.kill()  # it stays a zombie until it is waited for
         started = time.monotonic()
         with pytest.raises(dist.DistNetworkError, match=words) as caught:
-            memory.gather(torch.zeros(1, dtype=torch.float64))
+            memory.gather([torch.zeros(1)], 0)
         assert time.monotonic() - started < (0.4 if killed else 3)
         assert _lost_peer(caught.value)
         peer.kill()
@@ -110,9 +113,9 @@ def test_gradients_are_averaged_as_without_the_hook(processes: int) -> None:
 
 def two_sizes() -> str:
     accelerator = accelerator_of()
-    gather(torch.zeros(3, dtype=torch.float64), dist.group.WORLD)
+    gather([torch.zeros(3)], dist.group.WORLD)
     try:
-        gather(torch.zeros(3 + accelerator.process_index, dtype=torch.float64), dist.group.WORLD)
+        gather([torch.zeros(3 + accelerator.process_index)], dist.group.WORLD)
     except RuntimeError as error:
         return str(error)
     return ""
