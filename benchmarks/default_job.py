@@ -2,6 +2,7 @@
 
     python -m benchmarks.default_job              # seeds 1 to 5
     python -m benchmarks.default_job --seeds 10
+    python -m benchmarks.default_job --quick    # a smoke test: one seed, one epoch
 
 Flags after -- go to train_accel.py, for example: -- --config recipes/original.yaml
 """
@@ -21,15 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, one epoch")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 1 on")
     parser.add_argument("--json", default="benchmark_default_job.json", help="where to write the figures")
     parser.add_argument("flags", nargs="*", help="of train_accel.py")
     args = parser.parse_args()
     launcher = [f"{sysconfig.get_path('scripts')}/accelerate", "launch", "--config_file", "accelerate_config.yaml"]
     runs = []
-    for seed in range(1, args.seeds + 1):
+    for seed in range(1, (1 if args.quick else args.seeds) + 1):
         with tempfile.TemporaryDirectory() as folder:
-            flags = ["--seed", str(seed), "--pt_path", folder, *args.flags]
+            flags = ["--seed", str(seed), "--pt_path", folder, *args.flags, *(["--epochs", "1"] if args.quick else [])]
             started = time.perf_counter()
             subprocess.run(
                 [*launcher, "train_accel.py", *flags], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=1200

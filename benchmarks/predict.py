@@ -2,12 +2,15 @@
 
     python -m benchmarks.predict pt/ mnist_train.csv    # a few minutes for 60,000 rows on two cores
     python -m benchmarks.predict pt/                    # the embedded digits
+    python -m benchmarks.predict pt/ --quick            # a smoke test: one round of them
 
 Reading is not counted: both start from the images in memory. An evaluation ends with its sums, a prediction with the
-rows written to a CSV file. They take turns; prints the median of each and of the ratios of each pair.
+rows written to a CSV file. They take turns; prints the median of each and of the ratios of each pair, and
+writes all to a JSON file.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -58,6 +61,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="run folder with a model")
     parser.add_argument("file", nargs="?", default=EMBEDDED_DIGITS, help="CSV file of labelled images")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--json", default="benchmark_predict.json", help="where to write the figures")
     args = parser.parse_args()
     accelerator = start_accelerator(
         mixed_precision="auto", gradient_accumulation_steps=1, timeout_seconds=600, log_with="none", project_dir=""
@@ -65,7 +70,8 @@ def main() -> int:
     model = load_model(args.folder)
     images = read_image_set(args.file, class_names=model.class_names)
     evaluations, predictions = [], []
-    for round_ in range(args.rounds + 1):
+    rounds = 1 if args.quick else args.rounds
+    for round_ in range(rounds + 1):
         predicted = seconds_of_prediction(accelerator, model, images.images)
         evaluated = seconds_of_evaluation(accelerator, model, images)
         if round_ > 0:  # the first warms up
@@ -75,8 +81,10 @@ def main() -> int:
     print(
         f"{len(images):,} images: evaluation {statistics.median(evaluations):.2f} s, prediction "
         f"{statistics.median(predictions):.2f} s; ratio {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f} in {args.rounds} rounds)"
+        f"({min(ratios):.2f} to {max(ratios):.2f} in {rounds} rounds)"
     )
+    figures = {"images": len(images), "evaluation": evaluations, "prediction": predictions, "ratios": ratios}
+    Path(args.json).write_text(json.dumps(figures, indent=2))
     return 0
 
 

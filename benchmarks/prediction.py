@@ -1,6 +1,7 @@
 """How well the check predicts the efficiency of 2, 3 and 4 processes.
 
     python -m benchmarks.prediction            # some two minutes on two cores
+    python -m benchmarks.prediction --quick    # a smoke test: two processes
 
 Runs `python -m mnist_ddp.check` with each number of processes. Prints, for each, the efficiency that was measured:
 the share of a training step that is left when the processes exchange nothing. Beside it stand the one predicted from
@@ -23,7 +24,6 @@ from typing import Any
 from mnist_ddp.check.network import Link, Traffic
 
 ROOT = Path(__file__).resolve().parents[1]
-PROCESSES = (2, 3, 4)
 
 
 def check(processes: int, scratch: Path) -> dict[str, dict[str, Any]]:
@@ -43,10 +43,11 @@ def check(processes: int, scratch: Path) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two processes only")
     parser.add_argument("--json", default="benchmark_prediction.json", help="where to write the figures")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        found = {processes: check(processes, Path(scratch)) for processes in PROCESSES}
+        found = {processes: check(processes, Path(scratch)) for processes in ((2,) if args.quick else (2, 3, 4))}
     network = found[2]["network"]
     link = Link(network["alpha_seconds"], network["beta_bytes_per_second"])
     traffic = Traffic(**found[2]["prediction"]["traffic"])

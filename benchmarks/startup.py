@@ -1,6 +1,7 @@
 """Seconds from the command to the end of the first training step, against what no such program can avoid.
 
     python -m benchmarks.startup
+    python -m benchmarks.startup --quick    # a smoke test
 
 The floor imports torch and accelerate and forms the process group, under the same launcher, and ends. Both sides take
 turns; prints the medians and the median of the rounds' ratios, and writes them to a JSON file.
@@ -75,17 +76,17 @@ def seconds(script: str, processes: int, *flags: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--quick", action="store_true", help="one round, with two processes")
     parser.add_argument("--json", default="benchmark_startup.json", help="where to write the figures")
     args = parser.parse_args()
     figures = {}
-    for processes in (1, 2):
+    for processes in (2,) if args.quick else (1, 2):
         ours, floor = [], []
-        for round_ in range(2 if args.quick else 6):
+        for round_ in range(1 if args.quick else 6):
             with tempfile.TemporaryDirectory() as folder:
                 flags = ["--pt_path", folder, "--epochs", "1", "--log_with", "none"]
                 pair = seconds(OURS, processes, *flags), seconds(FLOOR, processes)
-            if round_ > 0:  # the first fills the cache of parsed files, and the kernel's of everything else
+            if round_ > 0 or args.quick:  # the first fills the cache of parsed files, and the kernel's of all else
                 ours.append(pair[0])
                 floor.append(pair[1])
         ratio = statistics.median(a / b for a, b in zip(ours, floor, strict=True))

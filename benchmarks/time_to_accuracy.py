@@ -2,6 +2,7 @@
 
     python -m benchmarks.time_to_accuracy mnist_train.csv.gz            # 5 seeds; the classic takes minutes for each
     python -m benchmarks.time_to_accuracy mnist_train.csv.gz --classic_seeds 1
+    python -m benchmarks.time_to_accuracy --quick    # a smoke test: both learn 10,000 digits by heart, up to 80%
 
 As in the field's time-to-accuracy benchmarks, both sides look at the test digits after each epoch and stop when they
 reach the target. The classic is the network and recipe of the best-known MNIST example: two 3x3 convolutions of 32 and
@@ -23,7 +24,7 @@ TEST = ROOT / "data" / "mnist_test.csv.gz"
 TARGET = 0.99
 
 
-def run_classic(train_file: str, seed: int) -> None:
+def run_classic(train_file: str, seed: int, target: float) -> None:
     """Trains the classic until it reaches the target; runs in a process of its own."""
     import pandas as pd
     import torch
@@ -46,7 +47,7 @@ def run_classic(train_file: str, seed: int) -> None:
     train_loader = DataLoader(read(train_file), batch_size=64, shuffle=True)
     test_loader = DataLoader(read(TEST), batch_size=1000)
     accuracy = 0.0
-    while accuracy < TARGET:
+    while accuracy < target:
         model.train()
         for images, labels in train_loader:
             optimizer.zero_grad()
@@ -60,8 +61,8 @@ def run_classic(train_file: str, seed: int) -> None:
         print(f"{accuracy:.4f}", flush=True)
 
 
-def run_ours(train_file: str, seed: int, processes: int, folder: str) -> None:
-    recipe = ["--config", str(ROOT / "recipes" / "fast.yaml"), "--target_accuracy", str(TARGET), "--log_with", "none"]
+def run_ours(train_file: str, seed: int, processes: int, target: float, folder: str) -> None:
+    recipe = ["--config", str(ROOT / "recipes" / "fast.yaml"), "--target_accuracy", str(target), "--log_with", "none"]
     files = ["--mnist_file_path", train_file, "--val_file_path", str(TEST), "--test_file_path", str(TEST)]
     where = ["--pt_path", folder, "--num_processes", str(processes), "--seed", str(seed)]
     where += ["--batch_size", str(128 // processes)]  # the same global batch
@@ -74,14 +75,23 @@ def run_ours(train_file: str, seed: int, processes: int, folder: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("train_file", help="the 60,000 training digits as CSV; not part of the project")
+    parser.add_argument(
+        "train_file",
+        nargs="?",
+        default="mnist_train.csv.gz",
+        help="the 60,000 training digits as CSV; not part of the project",
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed, the embedded digits and a low target")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--classic_seeds", type=int, default=5)
     parser.add_argument("--classic", type=int, help=argparse.SUPPRESS)  # runs the classic with this seed
     parser.add_argument("--json", default="benchmark_time_to_accuracy.json")
     args = parser.parse_args()
+    target = TARGET
+    if args.quick:
+        args.train_file, target, args.seeds, args.classic_seeds = str(TEST), 0.8, 1, 1
     if args.classic is not None:
-        run_classic(args.train_file, args.classic)
+        run_classic(args.train_file, args.classic, target)
         return 0
     if not Path(args.train_file).is_file():
         print(f"skipped: {args.train_file} is not here; it holds the 60,000 training digits")
@@ -95,7 +105,7 @@ def main() -> int:
             subprocess.run(work, check=True, stdout=subprocess.DEVNULL, timeout=3600, cwd=ROOT)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                run_ours(args.train_file, seed, processes, folder)
+                run_ours(args.train_file, seed, processes, target, folder)
         seconds.setdefault(name, []).append(time.perf_counter() - start)
         print(f"{name}, seed {seed}: {seconds[name][-1]:.1f} s", flush=True)
 
@@ -105,7 +115,7 @@ def main() -> int:
                 timed(f"ours, {processes} process{'es' * (processes > 1)}", None, seed, processes)
         if seed <= args.classic_seeds:
             script = [sys.executable, "-m", "benchmarks.time_to_accuracy", os.path.abspath(args.train_file)]
-            timed("classic", [*script, "--classic", str(seed)], seed)
+            timed("classic", [*script, "--classic", str(seed), *(["--quick"] if args.quick else [])], seed)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print("medians: " + ", ".join(f"{name} {value:.1f} s" for name, value in medians.items()))
     if "classic" in medians:

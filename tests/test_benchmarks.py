@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from launching import ROOT
 
+from mnist_ddp.model.convnet import ConvNet
+
 
 def figures_of(benchmark: str, folder: Path, *flags: str) -> dict[str, Any]:
     output = folder / "figures.json"
@@ -38,3 +40,56 @@ def test_training_measures_ours_the_limit_and_all_peers(tmp_path: Path) -> None:
 def test_data_measures_reading_parsing_and_memory(tmp_path: Path) -> None:
     figures = figures_of("data", tmp_path)
     assert {"speed", "parsing", "training"} <= {*figures}
+
+
+@pytest.mark.slow
+def test_startup_measures_ours_and_the_floor(tmp_path: Path) -> None:
+    figures = figures_of("startup", tmp_path)["2"]
+    assert figures["ours"][0] > 0 < figures["floor"][0]
+    assert figures["ratio"] == pytest.approx(figures["ours"][0] / figures["floor"][0])
+
+
+@pytest.mark.slow
+def test_overhead_measures_saving_and_agreement(tmp_path: Path) -> None:
+    figures = figures_of("overhead", tmp_path)
+    assert {*figures["costs"]} == {"checkpoint", "best model", "agreement"}
+    assert all(0 < share < 1 for share in figures["shares"].values())
+
+
+@pytest.mark.slow
+def test_default_job_measures_accuracy_and_time(tmp_path: Path) -> None:
+    (run,) = figures_of("default_job", tmp_path)
+    assert (run["seed"], run["epochs"]) == (1, 1)
+    assert run["test_accuracy"] > 0.5
+    assert run["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_time_to_accuracy_measures_both_process_counts_and_the_classic(tmp_path: Path) -> None:
+    seconds = figures_of("time_to_accuracy", tmp_path)["seconds"]
+    assert {name: len(values) for name, values in seconds.items()} == {
+        "ours, 1 process": 1,
+        "ours, 2 processes": 1,
+        "classic": 1,
+    }
+
+
+@pytest.mark.slow
+def test_predict_measures_prediction_and_evaluation(tmp_path: Path) -> None:
+    ConvNet(width=2).save_pretrained(tmp_path / "model")
+    figures = figures_of("predict", tmp_path, str(tmp_path))
+    assert figures["images"] == 10_000
+    assert figures["ratios"] == pytest.approx([figures["prediction"][0] / figures["evaluation"][0]])
+
+
+@pytest.mark.slow
+def test_prediction_measures_the_efficiency_that_it_predicts(tmp_path: Path) -> None:
+    (figures,) = figures_of("prediction", tmp_path)
+    assert figures["processes"] == 2
+    assert 0 < figures["measured"] < 2
+    assert 0 < figures["predicted"] <= 1
+
+
+@pytest.mark.slow
+def test_faults_kills_and_stops_runs(tmp_path: Path) -> None:
+    assert figures_of("faults", tmp_path) == {"survived": 2, "of": 2}

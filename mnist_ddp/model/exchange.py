@@ -31,7 +31,7 @@ _LINE = 8  # counters to a cache line, so that no two processes write to the sam
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-def gather(local: Sequence[Tensor], group: Any, count: int = 0) -> tuple[Tensor, Sequence[int]]:
+def gather(local: list[Tensor], group: Any, count: int = 0) -> tuple[Tensor, Sequence[int]]:
     """Collects a message of each process. They call it together; the order is that of their ranks.
 
     Args:
@@ -119,7 +119,7 @@ class _SharedMemory:
         """Bytes for so many processes."""
         return 8 * processes * (_LINE + 2 * CAPACITY)
 
-    def gather(self, local: Sequence[Tensor], count: int) -> tuple[Tensor, Sequence[int]]:
+    def gather(self, local: list[Tensor], count: int) -> tuple[Tensor, Sequence[int]]:
         self.turn += 1
         parity, K, C = self.turn % 2, len(local), len(local[0])
         key = parity, K, C, local[0].dtype
