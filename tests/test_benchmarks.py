@@ -52,7 +52,7 @@ def test_startup_measures_ours_and_the_floor(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_overhead_measures_saving_and_agreement(tmp_path: Path) -> None:
     figures = figures_of("overhead", tmp_path)
-    assert {*figures["costs"]} == {"checkpoint", "best model", "agreement"}
+    assert {"checkpoint", "best model", "agreement"} <= {*figures["costs"]}
     assert all(0 < share < 1 for share in figures["shares"].values())
 
 
@@ -76,7 +76,7 @@ def test_time_to_accuracy_measures_both_process_counts_and_the_classic(tmp_path:
 
 @pytest.mark.slow
 def test_predict_measures_prediction_and_evaluation(tmp_path: Path) -> None:
-    ConvNet(width=2).save_pretrained(tmp_path / "model")
+    ConvNet(width=2).save_pretrained(tmp_path / "cnn")
     figures = figures_of("predict", tmp_path, str(tmp_path))
     assert figures["images"] == 10_000
     assert figures["ratios"] == pytest.approx([figures["prediction"][0] / figures["evaluation"][0]])
