@@ -124,7 +124,10 @@ def _state_without_group(accelerator: Accelerator, images: ImageSet, s: Settings
     # evaluation_mode leaves DDP out and mixed precision in.
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     stopper = EarlyStopping(s.monitor, s.patience, s.min_delta)
-    return TrainingState(model, prepared, average, accelerator.prepare_optimizer(built), stopper, s.lr, s.warmup_steps)
+    optimizer = accelerator.prepare_optimizer(built)
+    if not accelerator.scaler:
+        optimizer = built  # as in start_training
+    return TrainingState(model, prepared, average, optimizer, stopper, s.lr, s.warmup_steps)
 
 
 def _time_alone(accelerator: Accelerator, state: TrainingState, batches: Iterator[Batch]) -> tuple[Speed, int]:

@@ -26,25 +26,25 @@ CAPACITY = 8192  # values of a message; longer ones go through Gloo
 _POLL_SECONDS = 0.05  # longer than the steps of processes in good health differ by
 _NAP_SECONDS = 0.001
 _LOOK_SECONDS = 0.02  # how often a waiting process looks whether the others are alive
-_SIZE_BITS = 16  # of a counter, for the number of values; the rest is the turn
+_SIZE_BITS = 20  # of a counter, for the bytes of the message; the rest is the turn
 _LINE = 8  # counters to a cache line, so that no two processes write to the same
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-def gather(local: list[Tensor], group: Any, count: int = 0) -> tuple[Tensor, Sequence[int]]:
+def gather(local: list[Tensor], group: Any, count: int = -1) -> tuple[Tensor, Sequence[int]]:
     """Collects a message of each process. They call it together; the order is that of their ranks.
 
     Args:
-        local: K tensors (C,) of the same dtype on the CPU; K and C are the same on all processes.
+        local: K tensors (C,) on the CPU. K, C and the dtype are the same on all processes.
         group: the processes, more than one.
-        count: goes with the message, 0 or more.
+        count: goes with the message; -1 for none, on all processes alike.
 
     Returns:
-        (P, K, C), to be read before the next call, and all counts.
+        (P, K, C) and all counts. They are to be read before the next call, and not to be written to.
 
     Raises:
         dist.DistNetworkError: another process has ended, or did not come within the group's timeout.
-        RuntimeError: Gloo's, for the same reasons; or the processes hold different shapes.
+        RuntimeError: Gloo's, for the same reasons; or the messages of the processes do not belong together.
     """
     if group not in _of_groups:
         _of_groups[group] = _share_memory(group)
@@ -55,7 +55,14 @@ def gather(local: list[Tensor], group: Any, count: int = 0) -> tuple[Tensor, Seq
     gathered = message.new_empty(dist.get_world_size(group), len(message))
     work = dist.all_gather(list(gathered), message, group, async_op=True)  # for so few bytes faster than all_reduce
     _wait_for(work)
-    return gathered[:, :-1].to(local[0].dtype).unflatten(1, (K, C)), [int(count) for count in gathered[:, -1]]
+    counts = gathered[:, -1].long().tolist()
+    _check_alike(counts)
+    return gathered[:, :-1].to(local[0].dtype).unflatten(1, (K, C)), counts
+
+
+def _check_alike(counts: Sequence[int]) -> None:
+    if min(counts) < 0 <= max(counts):
+        raise RuntimeError("the processes are not at the same layer: some are in the forward pass, others in backward")
 
 
 def average_gradients(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -129,13 +136,14 @@ class _SharedMemory:
         mine, messages = self.views[key]
         torch.cat(local, out=mine)
         self.counts[parity][self.rank] = count
-        self.turns[self.rank] = self.turn << _SIZE_BITS | K * C
+        self.turns[self.rank] = self.turn << _SIZE_BITS | mine.nbytes
         if min(self.turns) < self.turn << _SIZE_BITS:
             self._wait()
         # One that is a turn ahead has made this comparison itself.
         sizes = {turn & (1 << _SIZE_BITS) - 1 for turn in self.turns if turn >> _SIZE_BITS == self.turn}
-        if sizes != {K * C}:
-            raise RuntimeError(f"the processes are not at the same layer: they exchange {sorted(sizes)} values")
+        if sizes != {mine.nbytes}:
+            raise RuntimeError(f"the processes are not at the same layer: they exchange {sorted(sizes)} bytes")
+        _check_alike(self.counts[parity])
         return messages, self.counts[parity]
 
     def _wait(self) -> None:
@@ -186,7 +194,8 @@ def _share_memory(group: Any) -> _SharedMemory | None:
             if rank > 0 and os.readlink(path).startswith(f"/memfd:{_NAME}"):
                 fd = os.open(path, os.O_RDWR)
             if fd >= 0 and os.pread(fd, len(token), size - mmap.PAGESIZE) == token:
-                memory = _SharedMemory(mmap.mmap(fd, _SharedMemory.size(P)), rank, pids, timeout_seconds)
+                with torch.inference_mode(False):  # else training could not write to it
+                    memory = _SharedMemory(mmap.mmap(fd, _SharedMemory.size(P)), rank, pids, timeout_seconds)
     answers: list[Any] = [None] * P
     dist.all_gather_object(answers, memory is not None, group)
     if fd >= 0:

@@ -252,8 +252,7 @@ def _steps(
         if step.grad_norm is None:
             continue
         if not scaled:
-            # NaN from the first non-finite gradient on, on all processes alike.
-            state.loss_sum.add_(step.grad_norm, alpha=0)
+            state.loss_sum += step.grad_norm * 0  # NaN from the first non-finite gradient on, on all processes alike
             look = accelerator.device.type == "cpu" or state.step % _STEPS_PER_LOOK == 0
             if look and not math.isfinite(step.grad_norm):
                 return

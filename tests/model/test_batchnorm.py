@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mnist_ddp.model import exchange
+from mnist_ddp.model import batchnorm, exchange
 from mnist_ddp.model.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 CPU = torch.device("cpu")
+FEW = (1, batchnorm._FEW)  # with the sums of every channel in parts, and in one
 TIMEOUT_SECONDS = 180
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2}  # bf16 keeps 8 bits: eps is 8e-3
 
@@ -162,11 +163,14 @@ def process(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
     pair = dist.new_group([0, 1])
     results: dict[str, Any] = {}
-    for name, case in CASES.items():
-        P = len(case.shares)
-        if rank < P:
-            layer = convert_sync_batchnorm(plain_layer(case), CPU, pair if P == 2 else None)
-            results[name] = two_steps(case, layer, rank)
+    for few in FEW:
+        batchnorm._FEW = few
+        batchnorm._layout.cache_clear()
+        for name, case in CASES.items():
+            P = len(case.shares)
+            if rank < P:
+                layer = convert_sync_batchnorm(plain_layer(case), CPU, pair if P == 2 else None)
+                results[f"{name}, {few}"] = two_steps(case, layer, rank)
     results["error"] = error_on_one_value()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "CAPACITY", 0)
@@ -201,10 +205,11 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("few", FEW)
 @pytest.mark.parametrize("name", CASES)
-def test_processes_match_plain_batchnorm_on_the_whole_batch(ranks: list[dict[str, Any]], name: str) -> None:
+def test_processes_match_plain_batchnorm_on_the_whole_batch(ranks: list[dict[str, Any]], name: str, few: int) -> None:
     case = CASES[name]
-    parts = [results[name] for results in ranks[: len(case.shares)]]
+    parts = [results[f"{name}, {few}"] for results in ranks[: len(case.shares)]]
     expected = two_steps(case, plain_layer(case), rank=None)
     assert all(part.keys() == expected.keys() for part in parts)
     for key, whole in expected.items():

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mnist_ddp.distributed import _lost_peer
 from mnist_ddp.model import exchange
+from mnist_ddp.model.batchnorm import SyncBatchNorm
 from mnist_ddp.model.exchange import _SharedMemory, average_gradients, gather
 
 TURNS = 300
@@ -111,15 +112,45 @@ def test_gradients_are_averaged_as_without_the_hook(processes: int) -> None:
     torch.testing.assert_close(with_hook[0], with_hook[1], rtol=0, atol=0)
 
 
-def two_sizes() -> str:
-    accelerator = accelerator_of()
-    gather([torch.zeros(3)], dist.group.WORLD)
-    try:
-        gather([torch.zeros(3 + accelerator.process_index)], dist.group.WORLD)
-    except RuntimeError as error:
-        return str(error)
+def mismatched(differ: str, capacity: int) -> str:
+    """The error where two processes call for messages that do not belong together."""
+    rank = accelerator_of().process_index
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "CAPACITY", capacity)
+        patch.setattr(exchange, "_of_groups", weakref.WeakKeyDictionary())
+        gather([torch.zeros(3)], dist.group.WORLD)
+        message = torch.zeros(3 + rank if differ == "size" else 3)
+        if differ == "dtype" and rank == 1:
+            message = message.double()
+        try:
+            gather([message], dist.group.WORLD, 5 if differ == "direction" and rank == 1 else -1)
+        except RuntimeError as error:
+            return str(error)
     return ""
 
 
-def test_processes_at_different_layers_are_noticed() -> None:
-    assert any("not at the same layer: they exchange [3, 4] values" in said for said in run_ranks(two_sizes, 2))
+@pytest.mark.parametrize(
+    ("differ", "capacity", "words"),
+    [
+        ("size", 256, "they exchange [12, 16] bytes"),
+        ("dtype", 256, "they exchange [12, 24] bytes"),
+        ("direction", 256, "some are in the forward pass, others in backward"),
+        ("direction", 0, "some are in the forward pass, others in backward"),
+    ],
+)
+def test_processes_at_different_layers_are_noticed(differ: str, capacity: int, words: str) -> None:
+    said = run_ranks(mismatched, 2, differ, capacity)
+    assert any(f"not at the same layer: {words}" in words_of_one for words_of_one in said), said
+
+
+def trained_after_inference() -> float:
+    accelerator_of()
+    with torch.inference_mode():
+        gather([torch.zeros(3)], dist.group.WORLD)
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    SyncBatchNorm(2)(x).sum().backward()
+    return x.grad.abs().max().item()
+
+
+def test_an_exchange_in_inference_mode_leaves_training_possible() -> None:
+    assert run_ranks(trained_after_inference, 2) == pytest.approx([0.0, 0.0], abs=1e-6)
