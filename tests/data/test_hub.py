@@ -271,8 +271,8 @@ def test_offline_is_one_line_that_names_what_works_without(tmp_path: Path) -> No
 
 def test_without_the_package_the_csv_way_works() -> None:
     """A module set to None cannot be imported."""
-    csv = "from mnist_ddp.data.reading import read_image_set; print(len(read_image_set('data/mnist_test.csv.gz')), flush=True)\n"
-    assert run("import sys; sys.modules['datasets'] = None\n" + csv + READ) == (
+    csv = "from mnist_ddp.data.reading import read_image_set; print(len(read_image_set('data/mnist_test.csv.gz')))\n"
+    assert run("import sys; sys.modules['datasets'] = None\n" + csv + READ, PYTHONUNBUFFERED="1") == (
         "2: 10000\n"
         "error: --dataset ylecun/mnist: needs the package datasets (pip install datasets); a CSV file does not\n"
     )
