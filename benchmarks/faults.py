@@ -3,7 +3,8 @@
     python -m benchmarks.faults            # everything, a quarter of an hour on two cores
     python -m benchmarks.faults --quick    # a smoke test: one of each kind
 
-Prints a line per trial and, at the end, "survived N of N". Exit status 1 where a trial was lost.
+Prints a line per trial and, at the end, "survived N of N", which it writes to a JSON file too. Exit
+status 1 where a trial was lost.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     python -m benchmarks.predict pt/ --quick            # a smoke test: one round of them
 
 Reading is not counted: both start from the images in memory. An evaluation ends with its sums, a prediction with the
-rows written to a CSV file. They take turns; prints the median of each and of the ratios of each pair, and
-writes all to a JSON file.
+rows written to a CSV file. They take turns; prints the median of each and of the ratios of each pair,
+and writes all to a JSON file.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from mnist_ddp.settings import Settings
 from mnist_ddp.training.average import WeightAverage
 from mnist_ddp.training.early_stopping import EarlyStopping
 from mnist_ddp.training.loop import train_step
-from mnist_ddp.training.state import TrainingState, build_optimizer, start_training
+from mnist_ddp.training.state import TrainingState, build_optimizer, start_training, without_idle_wrapper
 
 _WARM_UP_STEPS = 3
 _SECONDS_EACH = 1.5
@@ -124,9 +124,7 @@ def _state_without_group(accelerator: Accelerator, images: ImageSet, s: Settings
     # evaluation_mode leaves DDP out and mixed precision in.
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     stopper = EarlyStopping(s.monitor, s.patience, s.min_delta)
-    optimizer = accelerator.prepare_optimizer(built)
-    if not accelerator.scaler:
-        optimizer = built  # as in start_training
+    optimizer = without_idle_wrapper(accelerator, accelerator.prepare_optimizer(built))
     return TrainingState(model, prepared, average, optimizer, stopper, s.lr, s.warmup_steps)
 
 

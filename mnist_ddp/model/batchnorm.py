@@ -4,8 +4,8 @@
 DistributedDataParallel refuses CPU modules that hold one or a subclass of it. The layer here computes the same on CPUs,
 with one collective forward and one backward.
 
-Legend: N samples, C channels, P processes; x of shape (N, C, ...); y = weight xhat + bias with xhat = (x - mean) / std,
-and mean, std of a channel over the samples and positions of all processes.
+Legend: N samples, C channels, P processes, K parts of a batch; x of shape (N, C, ...); y = weight xhat + bias with
+xhat = (x - mean) / std, and mean, std of a channel over the samples and positions of all processes.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mnist_ddp.model.exchange import gather
 
-# See `_rows`.
+# Values in a row, and values of a channel: see `_rows`.
 _LONGEST_ROW, _FEW = 1024, 16384
 
 
@@ -126,7 +126,7 @@ def _pool(means_KC: Tensor, vars_KC: Tensor, counts: Sequence[int] = ()) -> tupl
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """Over the first dimension. For a few parts, additions take a third of the time of a reduction."""
+    """(K, ...) to (...), over the parts. For a few parts, additions take a third of the time of a reduction."""
     return parts.sum(0) if len(parts) > 8 else functools.reduce(torch.add, parts.unbind())
 
 
@@ -139,7 +139,7 @@ def _rows(values: Tensor) -> tuple[Tensor, int, bool]:
     16 channels the variance is off by 1.3e-5; in 64 parts by 2e-6, in a third of the time. Parts have to be put
     together, which costs more than it gains where there are few values or many channels.
 
-    F is the largest divisor of the number of values up to _LONGEST_ROW / C, or 1 for _FEW values.
+    F is the largest divisor of the number of values up to _LONGEST_ROW / C, and 1 for up to _FEW values.
     """
     shape, strides, dense = _layout(values.shape, values.stride())
     rows = values.as_strided(shape, strides) if dense else values.movedim(1, -1).reshape(shape)

@@ -61,6 +61,7 @@ def gather(local: list[Tensor], group: Any, count: int = -1) -> tuple[Tensor, Se
 
 
 def _check_alike(counts: Sequence[int]) -> None:
+    """Raises RuntimeError where only some have a count: BatchNorm's forward messages do, those of backward do not."""
     if min(counts) < 0 <= max(counts):
         raise RuntimeError("the processes are not at the same layer: some are in the forward pass, others in backward")
 
@@ -131,8 +132,9 @@ class _SharedMemory:
         parity, K, C = self.turn % 2, len(local), len(local[0])
         key = parity, K, C, local[0].dtype
         if key not in self.views:  # made once: a view takes as long as the copying of a message
-            messages = self.slots[parity].view(local[0].dtype)[:, : K * C]
-            self.views[key] = messages[self.rank], messages.unflatten(1, (K, C))
+            with torch.inference_mode(False):  # as the slots
+                messages = self.slots[parity].view(local[0].dtype)[:, : K * C]
+                self.views[key] = messages[self.rank], messages.unflatten(1, (K, C))
         mine, messages = self.views[key]
         torch.cat(local, out=mine)
         self.counts[parity][self.rank] = count
