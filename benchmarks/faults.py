@@ -163,8 +163,10 @@ class Run:
     def ranks(self) -> list[psutil.Process]:
         """The training processes, in the order in which they were started."""
         own = [p for p in self.session() if any(word.endswith((self.script, "spawn_main")) for word in _words(p))]
-        # A launcher names the script too.
-        return [p for p in own if "\0RANK=" in _environment(p) or "spawn_main" in _words(p)] or own
+        # A launcher names the script too, and a program that starts its own processes forks them.
+        workers = [p for p in own if "\0RANK=" in _environment(p) or "spawn_main" in _words(p)]
+        forks = [p for p in own if p.ppid() in {other.pid for other in own}]
+        return workers or forks or own
 
     def end(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
         """Waits for the exit status, and for all processes to be gone."""

@@ -3,8 +3,9 @@
     python -m benchmarks.startup
     python -m benchmarks.startup --quick    # a smoke test
 
-The floor imports torch and accelerate and forms the process group, under the same launcher, and ends. Both sides take
-turns; prints the medians and the median of the rounds' ratios, and writes them to a JSON file.
+The floor imports torch and accelerate and forms the process group, started in the same way, and ends: by torchrun, or
+by processes of its own. Both sides take turns; prints the medians and the median of the rounds' ratios, and writes them
+to a JSON file.
 """
 
 import argparse
@@ -21,13 +22,24 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each tells when it got there in one write: two processes share the pipe.
 FLOOR = r"""
 import os
+import sys
 import time
 import torch
 import accelerate
 import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-os.write(1, f"reached at {time.time()}\n".encode())
+import torch.multiprocessing as mp
+
+def reach(rank, processes):
+    own = {"init_method": f"file://{__file__}.store", "rank": rank, "world_size": processes}
+    dist.init_process_group("gloo", **(own if processes else {}))
+    dist.barrier()
+    os.write(1, f"reached at {time.time()}\n".encode())
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        mp.spawn(reach, (int(sys.argv[2]),), nprocs=int(sys.argv[2]))
+    else:
+        reach(0, 0)
 """
 OURS = r"""
 import os, sys, time
@@ -52,15 +64,18 @@ if __name__ == "__main__":
 """
 
 
-def seconds(script: str, processes: int, *flags: str) -> float:
-    """From the start of the launcher until the last process got there."""
+def seconds(script: str, launcher: str, processes: int, *flags: str) -> float:
+    """From the command until the last process got there."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(script)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [sys.executable, str(path), "--num_processes", str(processes)]
+        if launcher == "torchrun":
+            run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+            command = [*run, str(path)]
         started = time.time()
         ended = subprocess.run(
-            [*launcher, str(path), *flags],
+            [*command, *flags],
             check=True,
             capture_output=True,
             text=True,
@@ -76,24 +91,26 @@ def seconds(script: str, processes: int, *flags: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, with two processes")
+    parser.add_argument("--quick", action="store_true", help="one round, of two processes that start themselves")
     parser.add_argument("--json", default="benchmark_startup.json", help="where to write the figures")
     args = parser.parse_args()
     figures = {}
-    for processes in (2,) if args.quick else (1, 2):
+    ways = [("torchrun", 1), ("torchrun", 2), ("self-started", 2)]
+    for launcher, processes in ways[2:] if args.quick else ways:
         ours, floor = [], []
         for round_ in range(1 if args.quick else 6):
             with tempfile.TemporaryDirectory() as folder:
                 flags = ["--pt_path", folder, "--epochs", "1", "--log_with", "none"]
-                pair = seconds(OURS, processes, *flags), seconds(FLOOR, processes)
+                pair = seconds(OURS, launcher, processes, *flags), seconds(FLOOR, launcher, processes)
             if round_ > 0 or args.quick:  # the first fills the cache of parsed files, and the kernel's of all else
                 ours.append(pair[0])
                 floor.append(pair[1])
         ratio = statistics.median(a / b for a, b in zip(ours, floor, strict=True))
-        figures[str(processes)] = {"ours": ours, "floor": floor, "ratio": ratio}
+        figures[f"{launcher} {processes}"] = {"ours": ours, "floor": floor, "ratio": ratio}
         print(
-            f"{processes} process{'es' * (processes > 1)}: first step after {statistics.median(ours):.1f} s, imports "
-            f"and process group alone {statistics.median(floor):.1f} s; ratio {ratio:.2f}"
+            f"{launcher}, {processes} process{'es' * (processes > 1)}: first step after {statistics.median(ours):.1f} "
+            f"s, imports and process group alone {statistics.median(floor):.1f} s; ratio {ratio:.2f}",
+            flush=True,
         )
     Path(args.json).write_text(json.dumps(figures, indent=2))
     return 0

@@ -5,6 +5,7 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
+import importlib
 import ipaddress
 import logging
 import os
@@ -99,26 +100,39 @@ def _check_launcher(world_size: str) -> None:
 
 
 def _start_processes(train: Callable[[Settings], int], settings: Settings) -> int:
-    """Spawns `settings.num_processes` processes that meet at a store which this process keeps."""
+    """Starts `settings.num_processes` processes, which meet at a store that this process keeps."""
     # As torchrun's agent does, the parent binds the port and keeps the store: with port 0 the kernel picks a free one,
     # and no other program can take it between the choice and the use.
-    try:
-        store = dist.TCPStore(settings.master_addr, settings.port, is_master=True, wait_for_workers=False)
-    except (RuntimeError, dist.DistError) as error:
-        raise UserError(
-            f"--port {settings.port} on {settings.master_addr} cannot be used: it is taken or the address is not this "
-            "machine's; choose another, or leave --port out for a free one"
-        ) from error
+    listener = _listen(settings.master_addr, settings.port)
     os.environ.update(
         MASTER_ADDR=settings.master_addr,
-        MASTER_PORT=str(store.port),
+        MASTER_PORT=str(listener.getsockname()[1]),
         WORLD_SIZE=str(settings.num_processes),
         LOCAL_WORLD_SIZE=str(settings.num_processes),
         TORCHELASTIC_USE_AGENT_STORE="True",  # env:// rendezvous then connects, and does not try to bind
         OMP_NUM_THREADS=str(_threads_per_process(settings.num_processes)),
     )
+    # Forks of this process need not import torch again, which takes longer than all else before the first step. A
+    # process that has used a GPU's driver must not be forked.
+    fork = sys.platform == "linux" and not torch.accelerator.is_available()
+    if fork:
+        importlib.import_module("torch._dynamo")  # as every optimizer and DDP do; nearly as long as torch itself
+    gc.freeze()  # what is imported is not looked through at exit, which takes a second, and stays shared with the forks
+    # Before the store, whose threads a fork would lack. One that kept the port open would be taken for the parent.
+    os.register_at_fork(after_in_child=listener.close)
     context = mp.start_processes(
-        _run_self_started, args=(train, settings), nprocs=settings.num_processes, join=False, start_method="spawn"
+        _run_self_started,
+        args=(train, settings),
+        nprocs=settings.num_processes,
+        join=False,
+        start_method="fork" if fork else "spawn",
+    )
+    store = dist.TCPStore(  # noqa: F841  # serves as long as it is referred to
+        settings.master_addr,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
     assert context is not None
     received: list[int] = []
@@ -131,7 +145,6 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
 
     for number in _STOP_SIGNALS:
         signal.signal(number, pass_on)
-    gc.freeze()  # else the exit takes a second longer, for garbage among what was imported
     logging.getLogger("torch.multiprocessing.spawn").setLevel(
         logging.ERROR
     )  # it would report each process that it ends
@@ -149,6 +162,22 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
             )
         return error.exit_code if error.exit_code > 0 else 1
     return 0
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on `port` of `address`; on a free one where that is 0.
+
+    Raises:
+        UserError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"--port {port} on {address} cannot be used: it is taken or the address is not this machine's; choose "
+            "another, or leave --port out for a free one"
+        ) from error
 
 
 def _run_self_started(rank: int, train: Callable[[Settings], int], settings: Settings) -> None:

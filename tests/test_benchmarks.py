@@ -44,7 +44,7 @@ def test_data_measures_reading_parsing_and_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_startup_measures_ours_and_the_floor(tmp_path: Path) -> None:
-    figures = figures_of("startup", tmp_path)["2"]
+    figures = figures_of("startup", tmp_path)["self-started 2"]
     assert figures["ours"][0] > 0 < figures["floor"][0]
     assert figures["ratio"] == pytest.approx(figures["ours"][0] / figures["floor"][0])
 
