@@ -112,20 +112,14 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
         TORCHELASTIC_USE_AGENT_STORE="True",  # env:// rendezvous then connects, and does not try to bind
         OMP_NUM_THREADS=str(_threads_per_process(settings.num_processes)),
     )
-    # Forks of this process need not import torch again, which takes longer than all else before the first step. A
-    # process that has used a GPU's driver must not be forked.
-    fork = sys.platform == "linux" and not torch.accelerator.is_available()
-    if fork:
+    method = _start_method()
+    if method == "fork":
         importlib.import_module("torch._dynamo")  # as every optimizer and DDP do; nearly as long as torch itself
     gc.freeze()  # what is imported is not looked through at exit, which takes a second, and stays shared with the forks
     # Before the store, whose threads a fork would lack. One that kept the port open would be taken for the parent.
     os.register_at_fork(after_in_child=listener.close)
     context = mp.start_processes(
-        _run_self_started,
-        args=(train, settings),
-        nprocs=settings.num_processes,
-        join=False,
-        start_method="fork" if fork else "spawn",
+        _run_self_started, args=(train, settings), nprocs=settings.num_processes, join=False, start_method=method
     )
     store = dist.TCPStore(  # noqa: F841  # serves as long as it is referred to
         settings.master_addr,
@@ -162,6 +156,14 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
             )
         return error.exit_code if error.exit_code > 0 else 1
     return 0
+
+
+def _start_method() -> str:
+    """fork where it can be: forks need not import torch again, which takes longer than all else before the first step.
+
+    A process that has used a GPU's driver must not be forked; nor one on macOS, whose libraries have threads.
+    """
+    return "fork" if sys.platform == "linux" and not torch.accelerator.is_available() else "spawn"
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -99,6 +99,34 @@ def test_one_run_of_the_named_size(name: str, run_row: Callable[[str], Ended]) -
     assert shown == [(world_size, threads or max(1, CORES // world_size), 20 * world_size)], ended
 
 
+# Where there are GPUs, the program's own processes are spawned.
+SPAWNED = """
+import sys
+import train_accel
+from mnist_ddp import distributed
+
+distributed._start_method = lambda: "spawn"
+if __name__ == "__main__":
+    sys.exit(train_accel.main())
+"""
+
+
+def test_torch_is_imported_once_for_all_processes_and_spawned_ones_learn_the_same(
+    small_csv: Path, tmp_path: Path
+) -> None:
+    flags = f"--num_processes 2 --mnist_file_path {small_csv} --epochs 1 --batch_size 20 --width 4 --log_with none"
+    forked = run(f"python -X importtime train_accel.py {flags}", tmp_path / "forked", fresh=True)
+    assert forked.status == 0, forked
+    assert len(re.findall(r"\| +torch$", forked.stderr, re.M)) == 1
+
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED)
+    spawned = run(f"python {script} {flags}", tmp_path / "spawned", PYTHONPATH=str(ROOT))
+    assert (spawned.status, spawned.stderr) == (0, ""), spawned
+    models = [(tmp_path / name / "cnn" / "model.safetensors").read_bytes() for name in ("forked", "spawned")]
+    assert models[0] == models[1]
+
+
 def test_the_default_config_is_what_it_says(default_config: Path) -> None:
     # Where accelerate writes something else one day, the row above must follow it.
     assert json.loads(default_config.read_text())["num_processes"] == ROWS["accelerate, default config"].world_size
