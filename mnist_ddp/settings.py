@@ -96,7 +96,7 @@ class Settings:
     """Shift, rotate, scale and shear the training images at random, anew in each epoch."""
 
     # ---- model and optimisation
-    width: int = 16
+    width: int = 12
     """Channels of the first convolution; the others follow from it."""
     epochs: int = 10000
     """Passes over the training images at most; early stopping is meant to end the run before."""

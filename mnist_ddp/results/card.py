@@ -102,7 +102,7 @@ def model_card(
 
 # ConvNet for images of {height}x{width} pixels
 
-Three strided convolutions with BatchNorm and a linear layer, {result["parameters"]:,} parameters. It tells
+Four convolutions with BatchNorm, three of them strided, and a linear layer, {result["parameters"]:,} parameters. It tells
 {len(config["class_names"])} classes apart: {names}.
 
 ## Use
