@@ -106,7 +106,7 @@ class Settings:
     """Batches per process whose gradients are averaged before each optimizer step."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule; sgd is Nesterov where momentum is above 0."""
-    lr: float = 2e-2
+    lr: float = 3e-2
     """Learning rate per optimizer step, for the global batch as it is: never scaled by the number of processes."""
     warmup_steps: int = 60
     """Optimizer steps over which the learning rate rises from 0, with their square."""

@@ -238,7 +238,7 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, 
     assert re.search(r"^the run in .* is finished: test accuracy ", again.said(), re.M), again.said()
     other = Run("python", digits, untouched, "--lr", "0.5", "--seed", "3")
     assert other.end() == 2
-    assert re.search(r"^error: .*--lr 0.02 -> 0.5; --seed 1206 -> 3", other.said(), re.M), other.said()
+    assert re.search(r"^error: .*--lr 0.03 -> 0.5; --seed 1206 -> 3", other.said(), re.M), other.said()
     new = Run("python", digits, untouched, "--resume", "never", "--batch_size", "100000")
     assert new.end() == 2
     assert "error: --batch_size 100000" in new.said()
