@@ -108,7 +108,7 @@ class Settings:
     """Update rule; sgd is Nesterov where momentum is above 0."""
     lr: float = 3e-2
     """Learning rate per optimizer step, for the global batch as it is: never scaled by the number of processes."""
-    warmup_steps: int = 60
+    warmup_steps: int = 90
     """Optimizer steps over which the learning rate rises from 0, with their square."""
     schedule: Literal["plateau", "constant", "linear"] = "plateau"
     """The learning rate after the warm-up. plateau: x 0.3 after every 3 epochs in a row without improvement. linear:
