@@ -220,8 +220,8 @@ def test_its_own_flags_are_taken() -> None:
 
 def test_the_traffic_is_that_of_the_network() -> None:
     traffic = Traffic.of(ConvNet(width=4))
-    # Three layers of 4, 8 and 16 channels: two float64 numbers a channel and a count, and as many back.
-    assert traffic.gathered == (72, 72, 136, 136, 264, 264)
+    # Layers of 4, 8, 16 and 16 channels: two float64 numbers a channel and a count, and as many back.
+    assert traffic.gathered == (72, 72, 136, 136, 264, 264, 264, 264)
     assert traffic.reduced == 4 * sum(p.numel() for p in ConvNet(width=4).parameters())
 
 

@@ -31,9 +31,10 @@ def _started_at_once() -> Iterator[None]:
         yield
 
 
-def fork_of(program: psutil.Process) -> psutil.Process:
-    """The process that does the work of one of `warm_programs`."""
-    return psutil.Process(int(program.name()))
+def forks_of(run: Run) -> list[psutil.Process]:
+    """The processes of a self-started run, by rank: children of the one that works for a program of `warm_programs`."""
+    (program,) = run.ranks()
+    return sorted(psutil.Process(int(program.name())).children(), key=psutil.Process.create_time)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def stuck(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     suspended = Run("self-started", digits, folder / "suspended", *flags)
     try:
         assert suspended.wait_for("epoch   1"), suspended.said()
-        fork_of(suspended.ranks()[1]).suspend()
+        forks_of(suspended)[1].suspend()
         assert hangs.wait_for("hanging"), hangs.said()
         yield {"hangs": hangs, "suspended": suspended}
     finally:
@@ -199,7 +200,7 @@ def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
     run = Run("self-started", digits, folder, "--epochs", "2", "--timeout_seconds", "4")
     try:
         assert run.wait_for(START), run.said()
-        slow = fork_of(run.ranks()[1])
+        slow = forks_of(run)[1]
         started = time.monotonic()
         while run.process.poll() is None and time.monotonic() - started < 8:
             with contextlib.suppress(psutil.NoSuchProcess):  # it is done
