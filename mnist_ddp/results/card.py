@@ -102,8 +102,8 @@ def model_card(
 
 # ConvNet for images of {height}x{width} pixels
 
-Four convolutions with BatchNorm, three of them strided, and a linear layer, {result["parameters"]:,} parameters. It tells
-{len(config["class_names"])} classes apart: {names}.
+Four convolutions with BatchNorm, three of them strided, and a linear layer: {result["parameters"]:,} parameters.
+It tells {len(config["class_names"])} classes apart: {names}.
 
 ## Use
 
