@@ -296,8 +296,19 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def check_output(output: Path, folder: Path, inputs: Sequence[str]) -> None:
+    """Raises UserError where `output` would replace what is read: an input, or a file of the model or its run."""
+    if not output.exists():
+        return
+    if any(Path(path).exists() and output.samefile(path) for path in inputs):
+        raise UserError(f"-o {output}: is what the images are read from; name another file")
+    if output.suffix != ".csv" and output.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"-o {output}: is a file of {folder}, which would be lost; name another file")
+
+
 def main(words: Sequence[str]) -> int:
     args = parse(words)
+    check_output(args.output, args.folder, args.input)
     return launch(lambda _: predict(args), Settings())
 
 

@@ -21,7 +21,17 @@ from torch import nn
 from mnist_ddp.data.reading import read_image_set, read_table
 from mnist_ddp.errors import UserError
 from mnist_ddp.model.convnet import ConvNet
-from mnist_ddp.results.predict import Inputs, image_files, load_model, predict, read_image_files, read_inputs, write
+from mnist_ddp.results.predict import (
+    Inputs,
+    check_output,
+    image_files,
+    load_model,
+    main,
+    predict,
+    read_image_files,
+    read_inputs,
+    write,
+)
 
 
 def arguments(folder: Path, *inputs: Path, **others: Any) -> Namespace:
@@ -278,3 +288,16 @@ def test_names_are_quoted_where_they_must_be(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"-o .*out.csv: cannot be written: No such file or directory"):
         write(tmp_path / "none" / "out.csv", "plain", None, ["x"], torch.tensor([0]), torch.tensor([1.0]))
+
+
+def test_nothing_that_is_read_is_replaced(model_folder: Path, tmp_path: Path) -> None:
+    digits, link = tmp_path / "digits.csv", tmp_path / "link.csv"
+    digits.write_text("0,1,2,3,4\n")
+    link.symlink_to(digits)
+    for output in (digits, link):
+        with pytest.raises(UserError, match=r"^-o \S+: is what the images are read from"):
+            main([str(model_folder), str(digits), "-o", str(output)])
+    with pytest.raises(UserError, match=r"^-o \S+config.json: is a file of \S+, which would be lost"):
+        main([str(model_folder), str(digits), "-o", str(model_folder / "config.json")])
+    check_output(tmp_path / "new.csv", tmp_path, [str(digits)])
+    check_output(link, tmp_path, ["ylecun/mnist"])  # predictions of before, in the run folder
