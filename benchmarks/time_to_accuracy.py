@@ -11,6 +11,7 @@ reach the target. The classic is the network and recipe of the best-known MNIST 
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -61,16 +62,15 @@ def run_classic(train_file: str, seed: int, target: float) -> None:
         print(f"{accuracy:.4f}", flush=True)
 
 
-def run_ours(train_file: str, seed: int, processes: int, target: float, folder: str) -> None:
+def run_ours(train_file: str, seed: int, processes: int, target: float, folder: str) -> bool:
+    """Trains with the fast recipe; whether it reached the target."""
     recipe = ["--config", str(ROOT / "recipes" / "fast.yaml"), "--target_accuracy", str(target), "--log_with", "none"]
     files = ["--mnist_file_path", train_file, "--val_file_path", str(TEST), "--test_file_path", str(TEST)]
     where = ["--pt_path", folder, "--num_processes", str(processes), "--seed", str(seed)]
     where += ["--batch_size", str(128 // processes)]  # the same global batch
     command = [sys.executable, str(ROOT / "train_accel.py"), *recipe, *files, *where]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
-    result = json.loads((Path(folder) / "result.json").read_text())
-    if result["status"] != "target_reached":
-        raise RuntimeError(f"seed {seed}, {processes} processes: {result['status']}, {result['best_val_accuracy']}")
+    return json.loads((Path(folder) / "result.json").read_text())["status"] == "target_reached"
 
 
 def main() -> int:
@@ -100,13 +100,13 @@ def main() -> int:
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: list[str] | None, seed: int, processes: int = 1) -> None:
-        start = time.perf_counter()
+        start, reached = time.perf_counter(), True
         if work is not None:
             subprocess.run(work, check=True, stdout=subprocess.DEVNULL, timeout=3600, cwd=ROOT)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                run_ours(args.train_file, seed, processes, target, folder)
-        seconds.setdefault(name, []).append(time.perf_counter() - start)
+                reached = run_ours(args.train_file, seed, processes, target, folder)
+        seconds.setdefault(name, []).append(time.perf_counter() - start if reached else math.inf)
         print(f"{name}, seed {seed}: {seconds[name][-1]:.1f} s", flush=True)
 
     for seed in range(1, max(args.seeds, args.classic_seeds) + 1):
