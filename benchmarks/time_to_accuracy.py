@@ -67,7 +67,7 @@ def run_ours(train_file: str, seed: int, processes: int, target: float, folder: 
     recipe = ["--config", str(ROOT / "recipes" / "fast.yaml"), "--target_accuracy", str(target), "--log_with", "none"]
     files = ["--mnist_file_path", train_file, "--val_file_path", str(TEST), "--test_file_path", str(TEST)]
     where = ["--pt_path", folder, "--num_processes", str(processes), "--seed", str(seed)]
-    where += ["--batch_size", str(128 // processes)]  # the same global batch
+    where += ["--batch_size", str(96 // processes)]  # the same global batch
     command = [sys.executable, str(ROOT / "train_accel.py"), *recipe, *files, *where]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
     return json.loads((Path(folder) / "result.json").read_text())["status"] == "target_reached"
