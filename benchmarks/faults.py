@@ -47,8 +47,8 @@ MOMENTS = {
     "saving": ("checkpoint.sync_folder", 5),
     "data loading": ("loaders.TrainingSamples.__getitems__", 25),
 }
-# train_accel.py that tells the steps it has taken, and stays once in a function for a while. Processes that start
-# themselves import it too.
+# train_accel.py that tells the steps it has taken, and stays once in a function for a while. Processes that
+# are spawned import it too.
 TELLS = """
 import sys
 
@@ -165,8 +165,8 @@ class Run:
         own = [p for p in self.session() if any(word.endswith((self.script, "spawn_main")) for word in _words(p))]
         # A launcher names the script too, and a program that starts its own processes forks them.
         workers = [p for p in own if "\0RANK=" in _environment(p) or "spawn_main" in _words(p)]
-        forks = [p for p in own if p.ppid() in {other.pid for other in own}]
-        return workers or forks or own
+        pids = {p.pid for p in own}
+        return workers or [p for p in own if _parent(p) in pids] or own
 
     def end(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
         """Waits for the exit status, and for all processes to be gone."""
@@ -198,6 +198,14 @@ def _environment(process: psutil.Process) -> str:
         return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def _parent(process: psutil.Process) -> int:
+    """Its pid; 0 where the process has ended meanwhile."""
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return 0
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -4,8 +4,8 @@
     python -m benchmarks.startup --quick    # a smoke test
 
 The floor imports torch and accelerate and forms the process group, started in the same way, and ends: by torchrun, or
-by processes of its own. Both sides take turns; prints the medians and the median of the rounds' ratios, and writes them
-to a JSON file.
+by processes of its own, forked where ours are. Both sides take turns; prints the medians and the median of the rounds'
+ratios, and writes them to a JSON file.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def reach(rank, processes):
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        mp.spawn(reach, (int(sys.argv[2]),), nprocs=int(sys.argv[2]))
+        method = "fork" if sys.platform == "linux" and not torch.accelerator.is_available() else "spawn"
+        mp.start_processes(reach, (int(sys.argv[2]),), nprocs=int(sys.argv[2]), start_method=method)
     else:
         reach(0, 0)
 """

@@ -121,7 +121,8 @@ def main() -> int:
     if "classic" in medians:
         best = min(value for name, value in medians.items() if name != "classic")
         print(f"classic / ours: {medians['classic'] / best:.1f}")
-    Path(args.json).write_text(json.dumps({"seconds": seconds, "medians": medians}, indent=2))
+    known = {name: [value if math.isfinite(value) else None for value in values] for name, values in seconds.items()}
+    Path(args.json).write_text(json.dumps({"seconds": known}, indent=2))  # null: the target was not reached
     return 0
 
 

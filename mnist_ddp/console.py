@@ -1,5 +1,6 @@
 """The lines that a run prints: one at the start, one per epoch, one at the end."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from mnist_ddp.data.loaders import Splits
+from mnist_ddp.data.loaders import Splits, Subset
 from mnist_ddp.training.loop import EpochResult
 from mnist_ddp.training.state import TrainingState
 
@@ -45,10 +46,20 @@ def start_lines(
         for image_set in {id(s.image_set): s.image_set for s in splits}.values()
         for note in image_set.notes
     ]
-    lines += [f"note: {note}" for note in notes]
+    lines += [f"note: {note}" for note in [*_unseen(splits.train), *notes]]
     if state.epoch or state.samples_done:
-        lines.append(f"resumed after {state.epoch} epochs and {state.samples_done:,} images of the next")
+        lines.append(f"resumed after {_epochs(state.epoch)} and {state.samples_done:,} images of the next")
     return lines
+
+
+def _unseen(train: Subset) -> list[str]:
+    """Which classes no training image shows; rare ones may all have gone to validation and test."""
+    counts = torch.bincount(train.image_set.labels.index_select(0, train.indices), minlength=1).tolist()
+    names = [name for name, count in itertools.zip_longest(train.image_set.class_names, counts) if not count]
+    if not names:
+        return []
+    some = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+    return [f"no training image shows class {some}: it will not be learned"]
 
 
 def folder_notes(folder: str, hosts: Sequence[str]) -> list[str]:
@@ -102,7 +113,7 @@ def end_line(result: dict[str, Any], folder: str) -> str:
     return (
         f"test accuracy {result['test_accuracy']:.2%} on {result['num_test']:,} images "
         f"({_REASONS[result['status']]} after {_epochs(result['epochs'])}, best was {result['best_epoch']}; "
-        f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}"
+        f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}, report in {Path(folder) / 'report.html'}"
     )
 
 

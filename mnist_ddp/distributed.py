@@ -5,7 +5,6 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
-import importlib
 import ipaddress
 import logging
 import os
@@ -48,7 +47,7 @@ T = TypeVar("T")
 # exit, so that only the process at fault is heard.
 _PEER_GRACE_SECONDS = 6.0
 # For how long each of the parent's three steps lets the other processes end. Shorter than `wait_for_first_speaker`.
-_SPAWN_GRACE_SECONDS = 0.5
+_CHILD_GRACE_SECONDS = 0.5
 # How long it waits for the answer of a store whose machine may be gone.
 _STORE_SECONDS = 4.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -105,25 +104,28 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
     # and no other program can take it between the choice and the use.
     listener = _listen(settings.master_addr, settings.port)
     os.environ.update(
-        MASTER_ADDR=settings.master_addr,
+        MASTER_ADDR=listener.getsockname()[0],  # resolved once: a name may have several addresses
         MASTER_PORT=str(listener.getsockname()[1]),
         WORLD_SIZE=str(settings.num_processes),
         LOCAL_WORLD_SIZE=str(settings.num_processes),
         TORCHELASTIC_USE_AGENT_STORE="True",  # env:// rendezvous then connects, and does not try to bind
         OMP_NUM_THREADS=str(_threads_per_process(settings.num_processes)),
     )
-    method = _start_method()
+    method = start_method(sys.platform, gpu=torch.accelerator.is_available())
     if method == "fork":
-        importlib.import_module("torch._dynamo")  # as every optimizer and DDP do; nearly as long as torch itself
+        from torch import _dynamo  # noqa: F401  # as every optimizer and DDP do; takes nearly as long as torch itself
     gc.freeze()  # what is imported is not looked through at exit, which takes a second, and stays shared with the forks
-    # Before the store, whose threads a fork would lack. One that kept the port open would be taken for the parent.
-    os.register_at_fork(after_in_child=listener.close)
+    # Before the store, whose threads a fork would lack.
     context = mp.start_processes(
-        _run_self_started, args=(train, settings), nprocs=settings.num_processes, join=False, start_method=method
+        _run_self_started,
+        args=(os.getpid(), train, settings),
+        nprocs=settings.num_processes,
+        join=False,
+        start_method=method,
     )
     store = dist.TCPStore(  # noqa: F841  # serves as long as it is referred to
-        settings.master_addr,
-        listener.getsockname()[1],
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
@@ -144,7 +146,7 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
     )  # it would report each process that it ends
     try:
         # When one has failed, the others may end by themselves, then get SIGTERM, then SIGKILL.
-        while not context.join(grace_period=_SPAWN_GRACE_SECONDS):
+        while not context.join(grace_period=_CHILD_GRACE_SECONDS):
             pass
     except mp.ProcessExitedException as error:
         if received and error.exit_code < 0:  # before training, where there was nothing to save
@@ -158,12 +160,16 @@ def _start_processes(train: Callable[[Settings], int], settings: Settings) -> in
     return 0
 
 
-def _start_method() -> str:
+def start_method(system: str, gpu: bool) -> str:
     """fork where it can be: forks need not import torch again, which takes longer than all else before the first step.
 
     A process that has used a GPU's driver must not be forked; nor one on macOS, whose libraries have threads.
+
+    Args:
+        system: sys.platform.
+        gpu: whether this machine has one.
     """
-    return "fork" if sys.platform == "linux" and not torch.accelerator.is_available() else "spawn"
+    return "fork" if system == "linux" and not gpu else "spawn"
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -175,17 +181,17 @@ def _listen(address: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, port), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
         raise UserError(
             f"--port {port} on {address} cannot be used: it is taken or the address is not this machine's; choose "
             "another, or leave --port out for a free one"
         ) from error
 
 
-def _run_self_started(rank: int, train: Callable[[Settings], int], settings: Settings) -> None:
+def _run_self_started(rank: int, parent: int, train: Callable[[Settings], int], settings: Settings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in the parent: torch would take Ctrl-C for success
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    _end_with(os.getppid())
+    _end_with(parent)
     with exit_with_one_line():
         sys.exit(_run(train, settings))
 

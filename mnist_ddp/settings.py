@@ -109,7 +109,8 @@ class Settings:
     lr: float = 3e-2
     """Learning rate per optimizer step, for the global batch as it is: never scaled by the number of processes."""
     warmup_steps: int = 90
-    """Optimizer steps over which the learning rate rises from 0, with their square."""
+    """Optimizer steps over which the learning rate rises from 0, with their square. At most a quarter of those of a
+    linear schedule; epochs that end within them take no patience."""
     schedule: Literal["plateau", "constant", "linear"] = "plateau"
     """The learning rate after the warm-up. plateau: x 0.3 after every 3 epochs in a row without improvement. linear:
     falls to 0 by the last of --epochs."""
@@ -130,8 +131,9 @@ class Settings:
     """Compile the model with TorchInductor, through Accelerate: takes some 30 seconds at the start."""
 
     # ---- when to stop
-    monitor: Literal["accuracy", "loss"] = "accuracy"
-    """Validation value that decides which weights are best and when to stop."""
+    monitor: Literal["accuracy", "loss", "none"] = "accuracy"
+    """Validation value that decides which weights are best and when to stop. none: the last epoch's are kept, and
+    patience stops no run."""
     patience: int = 5
     """Epochs without improvement before stopping."""
     min_delta: float = 0.0

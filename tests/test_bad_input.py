@@ -47,6 +47,7 @@ LATER = {
     "port": Mistake(
         "--num_processes 2 --port {port} --master_addr 127.0.0.1", r"--port {port}\b.*in use|.*--port {port}\b.*taken"
     ),
+    "address": Mistake("--num_processes 2 --master_addr a..b", r"--port 0 on a\.\.b cannot be used"),
 }
 WAYS = {
     "self-started": "python train_accel.py --num_processes 2",

@@ -67,11 +67,8 @@ def test_default_job_measures_accuracy_and_time(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_time_to_accuracy_measures_both_process_counts_and_the_classic(tmp_path: Path) -> None:
     seconds = figures_of("time_to_accuracy", tmp_path)["seconds"]
-    assert {name: len(values) for name, values in seconds.items()} == {
-        "ours, 1 process": 1,
-        "ours, 2 processes": 1,
-        "classic": 1,
-    }
+    assert {*seconds} == {"ours, 1 process", "ours, 2 processes", "classic"}
+    assert all(len(values) == 1 and values[0] is not None for values in seconds.values()), seconds
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ import sys
 import train_accel
 from mnist_ddp import distributed
 
-distributed._start_method = lambda: "spawn"
+distributed.start_method = lambda system, gpu: "spawn"
 if __name__ == "__main__":
     sys.exit(train_accel.main())
 """
@@ -125,6 +125,13 @@ def test_torch_is_imported_once_for_all_processes_and_spawned_ones_learn_the_sam
     assert (spawned.status, spawned.stderr) == (0, ""), spawned
     models = [(tmp_path / name / "cnn" / "model.safetensors").read_bytes() for name in ("forked", "spawned")]
     assert models[0] == models[1]
+
+
+@pytest.mark.parametrize(
+    ("system", "gpu", "method"), [("linux", False, "fork"), ("linux", True, "spawn"), ("darwin", False, "spawn")]
+)
+def test_a_process_that_may_hold_a_driver_is_not_forked(system: str, gpu: bool, method: str) -> None:
+    assert distributed.start_method(system, gpu) == method
 
 
 def test_the_default_config_is_what_it_says(default_config: Path) -> None:

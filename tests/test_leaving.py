@@ -16,7 +16,7 @@ TORCHRUN = "torchrun --standalone --nproc_per_node 3"
 ACCELERATE = "accelerate launch --multi_gpu --num_processes 3"
 SELF_STARTED = "python"
 
-# train_accel.py with a function of the loop that fails on one rank. Processes that start themselves import it too.
+# train_accel.py with a function of the loop that fails on one rank. Processes that are spawned import it too.
 FAULT = """
 import os, signal, sys, time
 

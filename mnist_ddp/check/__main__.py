@@ -1,4 +1,4 @@
-"""`python -m mnist_ddp.check`. What runs is in command.py: processes that start themselves do not import this file."""
+"""`python -m mnist_ddp.check`. What runs is in command.py: processes that it spawns do not import this file."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""The classifier: strided convolutions with BatchNorm, for images of any size."""
+"""The classifier: convolutions with BatchNorm, most of them strided, for images of any size."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,11 @@ class ConvNet(nn.Module, PyTorchModelHubMixin):
         height, width_ = (-(-size // 8) for size in image_size)  # halved three times, rounded up
         self.grid = (height, width_)
         self.classifier = nn.Linear(4 * width * self.grid[0] * self.grid[1], len(self.class_names))
+
+    @classmethod
+    def _load_as_safetensor(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:
+        # The mixin's own default, strict=False, leaves at random what a file of another network lacks.
+        return super()._load_as_safetensor(model, model_file, map_location, strict=True)
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores.

@@ -51,9 +51,13 @@ def model_card(
         folder: of the run; its name stands in the example where the model is not pushed.
         settings, result, facts, config: settings.yaml, result.json, report.json and cnn/config.json.
     """
-    dataset_id, dataset_name = _dataset(settings, facts)
     tested = result["test_accuracy"] is not None
     accuracy = result["test_accuracy"] if tested else result["best_val_accuracy"]
+    sources, part = facts["sources"], "test" if tested else "val"
+    dataset_id, dataset_name = _dataset(settings, sources["train"])
+    measured_id, measured_name = _dataset(settings, sources[part])
+    # The program's own split is not the one that a dataset's readers know by that name.
+    held_out = sources[part] == sources["train"]
     data = ModelCardData(
         license="apache-2.0",
         library_name="mnist_ddp",
@@ -65,9 +69,9 @@ def model_card(
         eval_results=[
             EvalResult(
                 task_type="image-classification",
-                dataset_type=dataset_id or "csv",
-                dataset_name=dataset_name,
-                dataset_split="test" if tested else "validation",
+                dataset_type=measured_id or "csv",
+                dataset_name=f"{dataset_name}, {facts['images'][part]:,} held out" if held_out else measured_name,
+                dataset_split=None if held_out else "test" if tested else "validation",
                 metric_type="accuracy",
                 metric_value=accuracy,
             )
@@ -78,22 +82,25 @@ def model_card(
     rows = "\n".join(f"| {name} | {settings[name]} |" for name in _TRAINING if name in settings)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     where = settings.get("push_to_hub") or os.path.join(folder.name, "cnn")
+    use, kept = ("watch it", "kept") if settings.get("monitor") == "none" else ("choose the epoch", "the best")
+    of = "" if held_out else f" of {measured_name}"
     if tested:
         count = result["num_test"]
         low, high = wilson_interval(np.array([round(accuracy * count)]), np.array([count]))
         measured = (
-            f"Accuracy on the {count:,} test images, which took no part in training or in the choice of the epoch:\n"
+            f"Accuracy on the {count:,} test images{of}, which took no part in training or in the choice of the "
+            "epoch:\n"
             f"**{accuracy:.2%}**. So many images leave {low[0]:.1%} to {high[0]:.1%} open (95% interval). "
             f"Cross-entropy: {result['test_loss']:.4f} nats."
         )
     else:
         measured = (
             f"Training was interrupted after {result['epochs']} epochs and not tested yet. Accuracy on the "
-            f"{facts['images']['val']:,} validation images, by which the epoch was chosen: **{accuracy:.2%}**."
+            f"{facts['images']['val']:,} validation images{of}, by which the epoch was chosen: **{accuracy:.2%}**."
         )
     digits = (
         "\nThe digits are MNIST's, by Yann LeCun, Corinna Cortes and Christopher J. C. Burges, under CC BY-SA 3.0.\n"
-        if dataset_id == "ylecun/mnist"
+        if "ylecun/mnist" in (dataset_id, measured_id)
         else ""
     )
     return f"""---
@@ -129,8 +136,8 @@ Normalisation is part of the model: it takes pixels from 0 to 255 as they are.
 
 ## Training
 
-On {facts["images"]["train"]:,} images of {dataset_name}, with {facts["images"]["val"]:,} more to choose the epoch:
-{result["epochs"]} epochs, of which {result["best_epoch"]} was the best, on {result["world_size"]} x {result["device"]}.
+On {facts["images"]["train"]:,} images of {dataset_name}, with {facts["images"]["val"]:,} more to {use}:
+{result["epochs"]} epochs, of which {result["best_epoch"]} was {kept}, on {result["world_size"]} x {result["device"]}.
 The global batch is batch_size x {result["world_size"]} processes x gradient_accumulation_steps.
 {digits}
 | Setting | Value |
@@ -172,14 +179,14 @@ def push(folder: Path, repo_id: str) -> str:
     return str(address)
 
 
-def _dataset(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Its id on the Hub, None where it has none, and its name. Names of folders stay private."""
-    if facts["source"] == str(EMBEDDED_DIGITS):
-        return "ylecun/mnist", "MNIST (its 10,000 test digits, split)"
+def _dataset(settings: Mapping[str, Any], source: str) -> tuple[str | None, str]:
+    """The id on the Hub, None where there is none, and the name of what was read. Names of folders stay private."""
+    if Path(source).resolve() == EMBEDDED_DIGITS:
+        return "ylecun/mnist", "MNIST's 10,000 test digits"
     name = settings.get("dataset", "")
     if name and not Path(name).expanduser().exists():
         return name, name
-    return None, Path(name or facts["source"]).name
+    return None, Path(name or source).name
 
 
 def _background(config: Mapping[str, Any]) -> str:

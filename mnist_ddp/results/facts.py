@@ -70,7 +70,7 @@ def gather_facts(
             **versions,
             "system": f"{platform.system()} {os.uname().machine}",
         },
-        "source": splits.train.image_set.source,
+        "sources": {name: subset.image_set.source for name, subset in splits._asdict().items()},
         "images": {name: len(subset) for name, subset in splits._asdict().items()},
         "class_names": list(splits.train.image_set.class_names),
         "confusion": None if confusion is None else confusion.tolist(),

@@ -54,7 +54,7 @@ def loss_curves(metrics: Sequence[dict[str, Any]], best_epoch: int, stop: str) -
     axes.plot(epochs, val, marker=marker, color=_BLUE, label="validation")
     axes.set_ylim(bottom=0)
     _mark(axes, epochs, val, best_epoch, stop)
-    axes.legend(loc="upper right")
+    axes.legend()  # where it hides least
     axes.set_xlabel("epoch    (* with augmentation and label smoothing)")
     return _png(figure)
 
@@ -155,7 +155,7 @@ def mistakes(images: Sequence[NDArray[np.uint8]], captions: Sequence[str]) -> by
     for (top, left), image in zip(corners, images, strict=True):
         sheet[top : top + height, left : left + width] = image
     inches = (_WIDTH, (_WIDTH - 0.16) * sheet.shape[0] / sheet.shape[1] + 0.37)
-    figure, axes = _figure("Most confident mistakes: true → predicted", "", inches, left=0.06, below=0.02)
+    figure, axes = _figure("Most confident mistakes: image, true → predicted", "", inches, left=0.06, below=0.02)
     # One picture, not one for each image, which would take longer than all the others.
     axes.imshow(sheet, cmap="gray", vmin=0, vmax=255, interpolation="nearest", aspect="auto")
     for (top, left), caption in zip(corners, captions, strict=True):

@@ -297,13 +297,22 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_output(output: Path, folder: Path, inputs: Sequence[str]) -> None:
-    """Raises UserError where `output` would replace what is read: an input, or a file of the model or its run."""
-    if not output.exists():
-        return
-    if any(Path(path).exists() and output.samefile(path) for path in inputs):
-        raise UserError(f"-o {output}: is what the images are read from; name another file")
-    if output.suffix != ".csv" and output.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"-o {output}: is a file of {folder}, which would be lost; name another file")
+    """Raises UserError where `output` would replace what is read: an input, or a file of the model or its run.
+
+    In their folders, CSV files are taken for earlier predictions.
+    """
+    run = folder.resolve()
+    if (run.parent / "settings.yaml").is_file():  # the folder is the cnn/ of a run
+        run = run.parent
+    with contextlib.suppress(OSError):  # what cannot be looked at cannot be read or written, which is said there
+        if output.is_dir() or not output.exists():
+            return
+        read = [Path(path) for path in inputs if Path(path).exists()]
+        if any(output.samefile(path) for path in read):
+            raise UserError(f"-o {output}: is what the images are read from; name another file")
+        for path in (run, *read):
+            if output.suffix != ".csv" and output.resolve().is_relative_to(path.resolve()):
+                raise UserError(f"-o {output}: is a file of {path}, which would be lost; name another file")
 
 
 def main(words: Sequence[str]) -> int:

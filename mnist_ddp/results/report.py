@@ -74,9 +74,7 @@ def make_report(folder: Path) -> list[Path]:
         drawn["confusion.png"] = pictures.confusion_matrix(confusion, names)
         drawn["classes.png"] = pictures.class_accuracies(confusion, names)
     if mistakes:
-        captions = [
-            f"{_short(names[m['true']])} → {_short(names[m['predicted']])}  {m['probability']:.1%}" for m in mistakes
-        ]
+        captions = [f"#{m['image']}: {_short(names[m['true']])} → {_short(names[m['predicted']])}" for m in mistakes]
         drawn["mistakes.png"] = pictures.mistakes([image_of(mistake) for mistake in mistakes], captions)
 
     page = _page(settings, metrics, result, facts, drawn)
@@ -225,7 +223,7 @@ def _what_was_run(result: Mapping[str, Any], facts: Mapping[str, Any], throughpu
         rows["parameters"] = f"{result['parameters']:,}"
         rows["time"] = f"{result['wall_seconds']:,.0f} s"
     if facts:
-        rows["images from"] = facts["source"]
+        rows["images from"] = ", ".join(dict.fromkeys(facts["sources"].values()))
         rows |= {f"{name} images": f"{count:,}" for name, count in facts["images"].items()}
         rows |= facts["versions"]
     parts = [f"<pre>{_text(facts['command'])}</pre>"] if facts else []

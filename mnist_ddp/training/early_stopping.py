@@ -11,12 +11,12 @@ class EarlyStopping:
     Among those, one with a lower loss is an improvement.
 
     Args:
-        monitor: "accuracy", where more is better, or "loss", where less is.
+        monitor: "accuracy", where more is better, "loss", where less is, or "none": each epoch is better than before.
         patience: epochs without improvement after which to stop, 1 or more.
         min_delta: a change must be larger than this to count; above 0, equal accuracy is no improvement.
     """
 
-    def __init__(self, monitor: Literal["accuracy", "loss"], patience: int, min_delta: float = 0.0) -> None:
+    def __init__(self, monitor: Literal["accuracy", "loss", "none"], patience: int, min_delta: float = 0.0) -> None:
         self.monitor = monitor
         self.patience = patience
         self.min_delta = min_delta
@@ -27,7 +27,9 @@ class EarlyStopping:
     def update(self, accuracy: float, loss: float) -> bool:
         """Takes the values of one epoch in; whether it is the best so far. NaN is never better."""
         lower_loss = self.best_loss - loss > self.min_delta
-        if self.monitor == "loss":
+        if self.monitor == "none":
+            improved = not math.isnan(loss)
+        elif self.monitor == "loss":
             improved = lower_loss
         else:
             tied = self.min_delta == 0 and accuracy == self.best_accuracy

@@ -84,8 +84,13 @@ class TrainingState:
             group["lr"] = rate
 
     def end_epoch(self, improved: bool) -> None:
-        """Lowers the rate for what follows after every third epoch in a row without improvement."""
-        if self.plateau and not improved and self.stopper.epochs_without_improvement % _PLATEAU_EPOCHS == 0:
+        """Lowers the rate for what follows after every third epoch in a row without improvement.
+
+        Epochs of the warm-up take no patience: with few images they are many, and their rates too low to learn from.
+        """
+        if self.step < self.warmup_steps:
+            self.stopper.epochs_without_improvement = 0
+        elif self.plateau and not improved and self.stopper.epochs_without_improvement % _PLATEAU_EPOCHS == 0:
             self.plateau_factor *= _PLATEAU_FACTOR
 
     def result(self, test: Evaluation | None) -> dict[str, Any]:
@@ -198,7 +203,7 @@ def start_training(
         model: any module; is changed in place and moved to the accelerator's device.
         stopper: early stopping.
         optimizer, lr, momentum, weight_decay: see `build_optimizer`.
-        warmup_steps: over which the learning rate rises to `lr`.
+        warmup_steps: over which the learning rate rises to `lr`; at most a quarter of those of a linear schedule.
         schedule: of the rate after that: falls with each plateau of the monitored value, stays, or falls linearly.
         decay_steps: steps of the whole run, by which a linear schedule reaches 0.
         ema_decay: share of the average that is kept at each step, 0 to 1; 0 makes the average the model itself.
@@ -227,6 +232,8 @@ def start_training(
     if isinstance(parallel, DistributedDataParallel) and accelerator.device.type == "cpu":
         parallel.register_comm_hook(None, average_gradients)
     average = WeightAverage(averaged, model, ema_decay)
+    if schedule == "linear":
+        warmup_steps = min(warmup_steps, decay_steps // 4)  # a run shorter than its warm-up would learn nothing
     return TrainingState(
         model,
         prepared_model,

@@ -17,6 +17,8 @@ from launching import ROOT
 
 from mnist_ddp.results.card import model_card, push
 
+EMBEDDED = str(ROOT / "data" / "mnist_test.csv.gz")
+
 
 def test_its_metadata_are_the_hubs(finished: Finished) -> None:
     card, result = ModelCard.load(finished.folder / "cnn" / "README.md"), finished.ended.result
@@ -26,7 +28,8 @@ def test_its_metadata_are_the_hubs(finished: Finished) -> None:
     assert card.data.eval_results is not None
     (measured,) = card.data.eval_results
     assert (measured.metric_type, measured.metric_value) == ("accuracy", result["test_accuracy"])
-    assert (measured.dataset_name, measured.dataset_split) == ("small.csv", "test")
+    # The program has split the file: a reader of the file knows no test split of it.
+    assert (measured.dataset_name, measured.dataset_split) == (f"small.csv, {result['num_test']} held out", None)
     assert "| width | 4 |" in card.text
     assert f"**{result['test_accuracy']:.2%}**" in card.text
 
@@ -49,23 +52,42 @@ def test_its_example_loads_the_model_in_a_fresh_process(finished: Finished) -> N
 
 
 @pytest.mark.parametrize(
-    ("dataset", "source", "expected"),
+    ("dataset", "train", "test", "expected"),
     [
-        ("", str(ROOT / "data" / "mnist_test.csv.gz"), ("ylecun/mnist", "MNIST (its 10,000 test digits, split)")),
-        ("someone/digits", "someone/digits (train)", ("someone/digits", "someone/digits")),
-        (str(ROOT / "data"), str(ROOT / "data"), ("csv", "data")),
-        ("", "/home/me/secret/mine.csv", ("csv", "mine.csv")),
+        ("", EMBEDDED, EMBEDDED, ("ylecun/mnist", "MNIST's 10,000 test digits, 40 held out", None)),
+        ("", "/home/me/secret/mine.csv", EMBEDDED, ("ylecun/mnist", "MNIST's 10,000 test digits", "test")),
+        (
+            "someone/digits",
+            "someone/digits (train)",
+            "someone/digits (test)",
+            ("someone/digits", "someone/digits", "test"),
+        ),
+        (
+            "someone/digits",
+            "someone/digits (train)",
+            "someone/digits (train)",
+            ("someone/digits", "someone/digits, 40 held out", None),
+        ),
+        (str(ROOT / "data"), str(ROOT / "data"), str(ROOT / "data"), ("csv", "data, 40 held out", None)),
+        ("", "/home/me/secret/mine.csv", "/home/me/secret/mine.csv", ("csv", "mine.csv, 40 held out", None)),
+        ("", "/home/me/secret/mine.csv", "/home/me/secret/other.csv", ("csv", "other.csv", "test")),
     ],
 )
-def test_it_names_the_dataset(finished: Finished, dataset: str, source: str, expected: tuple[str, str]) -> None:
-    facts = json.loads((finished.folder / "report.json").read_text()) | {"source": source}
+def test_it_names_the_dataset(
+    finished: Finished, dataset: str, train: str, test: str, expected: tuple[str, str, str | None]
+) -> None:
+    facts = json.loads((finished.folder / "report.json").read_text())
+    facts |= {"sources": {"train": train, "val": train, "test": test}, "images": {"train": 320, "val": 40, "test": 40}}
     config = json.loads((finished.folder / "cnn" / "config.json").read_text())
     result = finished.ended.result
     assert result is not None
     card = ModelCard(model_card(finished.folder, {"dataset": dataset}, result, facts, config))
     assert card.data.eval_results is not None
-    assert (card.data.eval_results[0].dataset_type, card.data.eval_results[0].dataset_name) == expected
-    assert card.data.datasets == (None if expected[0] == "csv" else [expected[0]])
+    (measured,) = card.data.eval_results
+    assert (measured.dataset_type, measured.dataset_name, measured.dataset_split) == expected
+    assert card.data.datasets == (
+        [dataset] if dataset.startswith("someone") else ["ylecun/mnist"] if train == EMBEDDED else None
+    )
     assert ("CC BY-SA 3.0" in card.text) == (expected[0] == "ylecun/mnist")
     assert "/home/me" not in card.content
 

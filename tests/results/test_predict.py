@@ -4,6 +4,7 @@ python -m pytest tests/results/test_predict.py
 """
 
 import csv
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from launching import run
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mnist_ddp.data.reading import read_image_set, read_table
@@ -272,6 +274,15 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path, model_folder: Path
         load_model(tmp_path)
 
 
+def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
+    """They are of another network. huggingface_hub leaves the layer at random, and says nothing."""
+    ConvNet(width=2).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: w for name, w in weights.items() if ".3." not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"the model cannot be loaded: .*features\.3\.0\.weight"):
+        load_model(tmp_path)
+
+
 # ---- output
 
 
@@ -299,5 +310,15 @@ def test_nothing_that_is_read_is_replaced(model_folder: Path, tmp_path: Path) ->
             main([str(model_folder), str(digits), "-o", str(output)])
     with pytest.raises(UserError, match=r"^-o \S+config.json: is a file of \S+, which would be lost"):
         main([str(model_folder), str(digits), "-o", str(model_folder / "config.json")])
+    run = tmp_path / "run"
+    shutil.copytree(model_folder, run / "cnn")
+    (run / "settings.yaml").touch()
+    with pytest.raises(UserError, match=r"^-o \S+settings.yaml: is a file of \S+run, which would be lost"):
+        main([str(run / "cnn"), str(digits), "-o", str(run / "settings.yaml")])
+    (tmp_path / "scans").mkdir()
+    (tmp_path / "scans" / "a.png").touch()
+    with pytest.raises(UserError, match=r"^-o \S+a.png: is a file of \S+scans, which would be lost"):
+        main([str(model_folder), str(tmp_path / "scans"), "-o", str(tmp_path / "scans" / "a.png")])
+    check_output(tmp_path / ("x" * 300), tmp_path, [str(digits)])  # too long a name: writing it says so
     check_output(tmp_path / "new.csv", tmp_path, [str(digits)])
     check_output(link, tmp_path, ["ylecun/mnist"])  # predictions of before, in the run folder

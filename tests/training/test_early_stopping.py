@@ -57,6 +57,12 @@ def test_a_lower_loss_decides_between_equal_accuracies() -> None:
     assert (stopper.best_accuracy, stopper.best_loss) == (0.95, 0.6)  # of one and the same epoch
 
 
+def test_each_epoch_is_an_improvement_where_nothing_is_monitored() -> None:
+    stopper = EarlyStopping("none", 1)
+    assert follow(stopper, [(0.9, 0.1), (0.8, 0.2), (0.8, 0.2), (0.1, NAN)]) == [True, True, True, False]
+    assert (stopper.best_accuracy, stopper.best_loss) == (0.8, 0.2)
+
+
 def test_a_tie_is_no_improvement_where_a_smallest_one_is_set() -> None:
     assert follow(EarlyStopping("accuracy", 2, 0.01), [(0.9, 0.5), (0.9, 0.1), (0.9, 0.05)]) == [True, False, False]
 

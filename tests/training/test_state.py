@@ -72,7 +72,9 @@ def test_every_parameter_is_trained_once(name: str) -> None:
     assert sorted(trained) == sorted(map(id, model.parameters()))
 
 
-def start(accelerator: Accelerator, ema_decay: float, warmup_steps: int = 0, decay_steps: int = 0) -> TrainingState:
+def start(
+    accelerator: Accelerator, ema_decay: float = 0.0, warmup_steps: int = 0, decay_steps: int = 0
+) -> TrainingState:
     return start_training(
         accelerator,
         model_of_all_kinds(),
@@ -116,18 +118,34 @@ def test_the_average_follows_its_formula(accelerator: Accelerator, ema_decay: fl
 
 @pytest.mark.parametrize(
     ("decay_steps", "shares"),
-    [(0, (1 / 16, 1 / 4, 9 / 16, 1, 1, 1, 1, 1)), (7, (1 / 16, 1 / 4, 9 / 16, 1, 0.75, 0.5, 0.25, 0))],
+    [
+        (0, (1 / 16, 1 / 4, 9 / 16, 1, 1, 1, 1, 1)),
+        (12, (1 / 16, 1 / 4, 9 / 16, 1, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9, 0)),
+        (4, (1 / 4, 1, 2 / 3, 1 / 3, 0)),  # shorter than four warm-ups: one step of it
+        (2, (1, 1 / 2, 0)),
+    ],
 )
 def test_the_learning_rate_rises_to_its_peak_and_falls(
     accelerator: Accelerator, decay_steps: int, shares: tuple[float, ...]
 ) -> None:
     state = start(accelerator, ema_decay=0.0, warmup_steps=3, decay_steps=decay_steps)
     rates = []
-    for step in range(8):
+    for step in range(len(shares)):
         state.step = step
         state.set_learning_rate()
         rates.append([group["lr"] for group in state.optimizer.param_groups])
     assert rates == [pytest.approx([LR * share] * 2) for share in shares]
+
+
+def test_epochs_of_the_warm_up_take_no_patience(accelerator: Accelerator) -> None:
+    state = start(accelerator, warmup_steps=5)
+    state.stopper.patience = 2
+    ended = []
+    for step in range(1, 9):  # an epoch each
+        state.step = step
+        state.end_epoch(state.stopper.update(0.5, loss=float(step)))
+        ended.append(state.stopper.should_stop)
+    assert ended == [False] * 5 + [True] * 3
 
 
 def test_the_rate_falls_after_every_third_epoch_without_improvement(accelerator: Accelerator) -> None:
