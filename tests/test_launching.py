@@ -121,7 +121,7 @@ def test_torch_is_imported_once_for_all_processes_and_spawned_ones_learn_the_sam
 
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)
-    spawned = run(f"python {script} {flags}", tmp_path / "spawned", PYTHONPATH=str(ROOT))
+    spawned = run(f"python {script} {flags}", tmp_path / "spawned", fresh=True, PYTHONPATH=str(ROOT))
     assert (spawned.status, spawned.stderr) == (0, ""), spawned
     models = [(tmp_path / name / "cnn" / "model.safetensors").read_bytes() for name in ("forked", "spawned")]
     assert models[0] == models[1]
