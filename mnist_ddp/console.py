@@ -46,20 +46,20 @@ def start_lines(
         for image_set in {id(s.image_set): s.image_set for s in splits}.values()
         for note in image_set.notes
     ]
-    lines += [f"note: {note}" for note in [*_unseen(splits.train), *notes]]
+    lines += [f"note: {note}" for note in [*unseen_classes(splits.train), *notes]]
     if state.epoch or state.samples_done:
-        lines.append(f"resumed after {_epochs(state.epoch)} and {state.samples_done:,} images of the next")
+        lines.append(f"resumed after {_count(state.epoch, 'epoch')} and {state.samples_done:,} images of the next")
     return lines
 
 
-def _unseen(train: Subset) -> list[str]:
+def unseen_classes(train: Subset) -> list[str]:
     """Which classes no training image shows; rare ones may all have gone to validation and test."""
     counts = torch.bincount(train.image_set.labels.index_select(0, train.indices), minlength=1).tolist()
     names = [name for name, count in itertools.zip_longest(train.image_set.class_names, counts) if not count]
     if not names:
         return []
     some = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
-    return [f"no training image shows class {some}: it will not be learned"]
+    return [f"no training image shows class {some}, so it cannot be learned"]
 
 
 def folder_notes(folder: str, hosts: Sequence[str]) -> list[str]:
@@ -111,8 +111,8 @@ def end_line(result: dict[str, Any], folder: str) -> str:
             f"; start over with --resume never and a smaller --lr or --max_grad_norm 1{last}"
         )
     return (
-        f"test accuracy {result['test_accuracy']:.2%} on {result['num_test']:,} images "
-        f"({_REASONS[result['status']]} after {_epochs(result['epochs'])}, best was {result['best_epoch']}; "
+        f"test accuracy {result['test_accuracy']:.2%} on {_count(result['num_test'], 'image')} "
+        f"({_REASONS[result['status']]} after {_count(result['epochs'], 'epoch')}, best was {result['best_epoch']}; "
         f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}, report in {Path(folder) / 'report.html'}"
     )
 
@@ -121,9 +121,9 @@ def finished_line(result: dict[str, Any], folder: str) -> str:
     """That there is nothing left to do."""
     return (
         f"the run in {folder} is finished: test accuracy {result['test_accuracy']:.2%} "
-        f"({_REASONS[result['status']]} after {_epochs(result['epochs'])}); --resume never starts over"
+        f"({_REASONS[result['status']]} after {_count(result['epochs'], 'epoch')}); --resume never starts over"
     )
 
 
-def _epochs(count: int) -> str:
-    return f"{count} epoch{'s'[: count != 1]}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s'[: number != 1]}"

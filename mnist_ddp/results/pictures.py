@@ -65,6 +65,9 @@ def accuracy_curve(metrics: Sequence[dict[str, Any]], best_epoch: int, stop: str
     epochs = [line["epoch"] for line in metrics]
     val = [100 * line["val_accuracy"] for line in metrics]
     axes.plot(epochs, val, marker=_marker(epochs), color=_BLUE, label="validation")
+    # The first epochs may lie below: with them, those that matter would be a flat line.
+    middle = float(np.median(val))
+    axes.set_ylim(bottom=max(min(val), 4 * middle - 3 * max(val)) - 0.5)
     _mark(axes, epochs, val, best_epoch, stop)
     axes.legend(loc="lower right")
     return _png(figure)

@@ -76,7 +76,7 @@ def predict(args: argparse.Namespace) -> int:
             for note in inputs.notes:
                 print(f"note: {note}")
             write(args.output, args.format, inputs.names, model.class_names, predicted_N, probabilities_N)
-            said = f"{len(predicted_N):,} predictions in {args.output}"
+            said = f"{len(predicted_N):,} prediction{'s'[: len(predicted_N) != 1]} in {args.output}"
             if inputs.labels is not None:
                 right = int((predicted_N == inputs.labels).sum())
                 said += f"; accuracy {right / len(predicted_N):.2%} ({right:,} right)"

@@ -230,6 +230,18 @@ def test_a_folder_that_is_moved_while_the_model_is_written_is_not_made_anew(tmp_
     assert not run.exists()
 
 
+def test_a_run_of_another_version_is_not_resumed(tmp_path: Path) -> None:
+    """Its network may be another, or its order of images."""
+    run = {"settings": {"lr": 0.1}, "images": ["x"], "global_batch": 8, "versions": {"mnist_ddp": "0.1.0"}}
+    saved = snapshot(1)
+    saved.values["run"] = run
+    Checkpoints(tmp_path / "checkpoints", keep=1).save(saved)
+    folder = RunFolder(tmp_path, "auto", 1)
+    assert same(folder.resume(run)[0], saved)
+    with pytest.raises(UserError, match=r"holds a run with other settings \(mnist_ddp 0\.1\.0 -> 0\.2\.0\); choose"):
+        folder.resume(run | {"versions": {"mnist_ddp": "0.2.0"}})
+
+
 def test_values_survive_json(tmp_path: Path) -> None:
     values = {"epoch": 1, "samples_done": 0, "loss": 0.1 + 0.2, "best": float("-inf")}
     Checkpoints(tmp_path, keep=1).save(Snapshot({"x": torch.zeros(1)}, values))
