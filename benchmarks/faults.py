@@ -47,8 +47,8 @@ MOMENTS = {
     "saving": ("checkpoint.sync_folder", 5),
     "data loading": ("loaders.TrainingSamples.__getitems__", 25),
 }
-# train_accel.py that tells the steps it has taken, and stays once in a function for a while. Processes that
-# are spawned import it too.
+# train_accel.py that tells the steps it has taken, and stays once in a function for a while. Processes that are
+# spawned import it too.
 TELLS = """
 import sys
 

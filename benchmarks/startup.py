@@ -18,6 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
+from mnist_ddp.distributed import start_method
+
 ROOT = Path(__file__).resolve().parents[1]
 # Each tells when it got there in one write: two processes share the pipe.
 FLOOR = r"""
@@ -37,8 +41,7 @@ def reach(rank, processes):
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        method = "fork" if sys.platform == "linux" and not torch.accelerator.is_available() else "spawn"
-        mp.start_processes(reach, (int(sys.argv[2]),), nprocs=int(sys.argv[2]), start_method=method)
+        mp.start_processes(reach, (int(sys.argv[2]),), nprocs=int(sys.argv[2]), start_method=sys.argv[3])
     else:
         reach(0, 0)
 """
@@ -99,10 +102,12 @@ def main() -> int:
     ways = [("torchrun", 1), ("torchrun", 2), ("self-started", 2)]
     for launcher, processes in ways[2:] if args.quick else ways:
         ours, floor = [], []
+        own = launcher == "self-started"
+        method = [start_method(sys.platform, gpu=torch.accelerator.is_available())] if own else []
         for round_ in range(1 if args.quick else 6):
             with tempfile.TemporaryDirectory() as folder:
                 flags = ["--pt_path", folder, "--epochs", "1", "--log_with", "none"]
-                pair = seconds(OURS, launcher, processes, *flags), seconds(FLOOR, launcher, processes)
+                pair = seconds(OURS, launcher, processes, *flags), seconds(FLOOR, launcher, processes, *method)
             if round_ > 0 or args.quick:  # the first fills the cache of parsed files, and the kernel's of all else
                 ours.append(pair[0])
                 floor.append(pair[1])

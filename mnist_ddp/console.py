@@ -1,6 +1,5 @@
 """The lines that a run prints: one at the start, one per epoch, one at the end."""
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from mnist_ddp.data.loaders import Splits, Subset
 from mnist_ddp.training.loop import EpochResult
 from mnist_ddp.training.state import TrainingState
+from mnist_ddp.words import counted
 
 _REASONS: dict[str, str] = {
     "early_stopped": "stopped early",
@@ -48,14 +48,16 @@ def start_lines(
     ]
     lines += [f"note: {note}" for note in [*unseen_classes(splits.train), *notes]]
     if state.epoch or state.samples_done:
-        lines.append(f"resumed after {_count(state.epoch, 'epoch')} and {state.samples_done:,} images of the next")
+        lines.append(f"resumed after {counted(state.epoch, 'epoch')} and {state.samples_done:,} images of the next")
     return lines
 
 
 def unseen_classes(train: Subset) -> list[str]:
     """Which classes no training image shows; rare ones may all have gone to validation and test."""
-    counts = torch.bincount(train.image_set.labels.index_select(0, train.indices), minlength=1).tolist()
-    names = [name for name, count in itertools.zip_longest(train.image_set.class_names, counts) if not count]
+    class_names = train.image_set.class_names
+    labels = train.image_set.labels.index_select(0, train.indices)
+    counts = torch.bincount(labels, minlength=len(class_names)).tolist()
+    names = [name for name, count in zip(class_names, counts, strict=True) if count == 0]
     if not names:
         return []
     some = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
@@ -111,8 +113,8 @@ def end_line(result: dict[str, Any], folder: str) -> str:
             f"; start over with --resume never and a smaller --lr or --max_grad_norm 1{last}"
         )
     return (
-        f"test accuracy {result['test_accuracy']:.2%} on {_count(result['num_test'], 'image')} "
-        f"({_REASONS[result['status']]} after {_count(result['epochs'], 'epoch')}, best was {result['best_epoch']}; "
+        f"test accuracy {result['test_accuracy']:.2%} on {counted(result['num_test'], 'image')} "
+        f"({_REASONS[result['status']]} after {counted(result['epochs'], 'epoch')}, best was {result['best_epoch']}; "
         f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}, report in {Path(folder) / 'report.html'}"
     )
 
@@ -121,9 +123,5 @@ def finished_line(result: dict[str, Any], folder: str) -> str:
     """That there is nothing left to do."""
     return (
         f"the run in {folder} is finished: test accuracy {result['test_accuracy']:.2%} "
-        f"({_REASONS[result['status']]} after {_count(result['epochs'], 'epoch')}); --resume never starts over"
+        f"({_REASONS[result['status']]} after {counted(result['epochs'], 'epoch')}); --resume never starts over"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s'[: number != 1]}"

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from mnist_ddp.data.layout import MISSING, NUMBER, Layout, count_fields, is_one_hot, split_rows
+from mnist_ddp.data.layout import MISSING, NUMBER, Layout, is_one_hot, split_rows
+from mnist_ddp.words import counted
 
 _ODD = re.compile(r"[\0\r]|\\x[0-9a-f]{2}")  # a NUL, a carriage return, or the escape of a byte that is no UTF-8
 
@@ -54,7 +55,7 @@ def _row_fault(fields: list[str], layout: Layout, cut: bool) -> str:
         return next((f"holds {_show(field)}, which is not plain UTF-8 text" for field in odd if _ODD.search(field)), "")
     if len(fields) < layout.num_columns and cut:
         return f"has {len(fields)} of {layout.num_columns} fields: the file ends in the middle of it"
-    return f"has {count_fields(len(fields))} instead of {layout.num_columns}"
+    return f"has {counted(len(fields), 'field')} instead of {layout.num_columns}"
 
 
 def _label_fault(field: str, text_labels: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mnist_ddp.errors import UserError
+from mnist_ddp.words import counted
 
 SAMPLE_ROWS = 200  # rows that decide the layout
 MIN_SAMPLE_ROWS = 10  # without these, nothing is concluded from what a column holds
@@ -133,10 +134,6 @@ def is_one_hot(fields: list[str]) -> bool:
     return sorted(values) == [0.0] * (len(values) - 1) + [1.0]
 
 
-def count_fields(count: int) -> str:
-    return f"{count} field" if count == 1 else f"{count} fields"
-
-
 def _separator(lines: bytes) -> str:
     """The one that the first line holds most of."""
     first = lines.lstrip(b"\r\n").partition(b"\n")[0].decode("utf-8", errors="replace")
@@ -169,7 +166,7 @@ def _check_header(header: tuple[str, ...], rows: list[list[str]], path: str) -> 
     if header[0].startswith("#") and len(header) not in widths:
         raise UserError(f"{path}: row 1 is a comment; remove it")
     if len(widths) == 1 and widths != {len(header)} and len(rows) > 1:
-        raise UserError(f"{path}: every row has {count_fields(widths.pop())}, but the header has {len(header)}")
+        raise UserError(f"{path}: every row has {counted(widths.pop(), 'field')}, but the header has {len(header)}")
 
 
 def _find_label(
@@ -236,7 +233,7 @@ def _wrong_count(
 ) -> str:
     if not header:
         return (
-            f"rows have {count_fields(num_columns)}; expected a label and a square number of pixels, such as 785 "
+            f"rows have {counted(num_columns, 'field')}; expected a label and a square number of pixels, such as 785 "
             "fields for 28x28 images"
         )
     left_out = [header[column] or f"column {column + 1}" for column in (*label, *ignored)]

@@ -82,21 +82,28 @@ def model_card(
     rows = "\n".join(f"| {name} | {settings[name]} |" for name in _TRAINING if name in settings)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     where = settings.get("push_to_hub") or os.path.join(folder.name, "cnn")
-    use, kept = ("watch it", "kept") if settings.get("monitor") == "none" else ("choose the epoch", "the best")
+    chosen = settings.get("monitor") != "none"
+    use, kept = ("choose the epoch", "the best") if chosen else ("watch it", "kept")
+    if sources["val"] == sources["test"] != sources["train"]:
+        part_taken = (
+            "which were the validation images too: no unbiased estimate"
+        )
+    else:
+        part_taken = "which took no part in training or in the choice of the epoch"
     of = "" if held_out else f" of {measured_name}"
     if tested:
         count = result["num_test"]
         low, high = wilson_interval(np.array([round(accuracy * count)]), np.array([count]))
         measured = (
-            f"Accuracy on the {count:,} test images{of}, which took no part in training or in the choice of the "
-            "epoch:\n"
+            f"Accuracy on the {count:,} test images{of}, {part_taken}:\n"
             f"**{accuracy:.2%}**. So many images leave {low[0]:.1%} to {high[0]:.1%} open (95% interval). "
             f"Cross-entropy: {result['test_loss']:.4f} nats."
         )
     else:
         measured = (
             f"Training was interrupted after {result['epochs']} epochs and not tested yet. Accuracy on the "
-            f"{facts['images']['val']:,} validation images{of}, by which the epoch was chosen: **{accuracy:.2%}**."
+            f"{facts['images']['val']:,} validation images{of}{', by which the epoch was chosen' * chosen}: "
+            f"**{accuracy:.2%}**."
         )
     digits = (
         "\nThe digits are MNIST's, by Yann LeCun, Corinna Cortes and Christopher J. C. Burges, under CC BY-SA 3.0.\n"

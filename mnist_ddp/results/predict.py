@@ -30,6 +30,7 @@ from mnist_ddp.errors import UserError, exit_with_one_line
 from mnist_ddp.files import write_whole
 from mnist_ddp.model.convnet import ConvNet
 from mnist_ddp.settings import Settings
+from mnist_ddp.words import counted
 
 _BATCH = 512  # images per process and step
 _SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -76,7 +77,7 @@ def predict(args: argparse.Namespace) -> int:
             for note in inputs.notes:
                 print(f"note: {note}")
             write(args.output, args.format, inputs.names, model.class_names, predicted_N, probabilities_N)
-            said = f"{len(predicted_N):,} prediction{'s'[: len(predicted_N) != 1]} in {args.output}"
+            said = f"{counted(len(predicted_N), 'prediction')} in {args.output}"
             if inputs.labels is not None:
                 right = int((predicted_N == inputs.labels).sum())
                 said += f"; accuracy {right / len(predicted_N):.2%} ({right:,} right)"

@@ -20,6 +20,7 @@ from PIL import Image
 from mnist_ddp.errors import UserError, exit_with_one_line
 from mnist_ddp.files import replace_folder, write_whole
 from mnist_ddp.results.facts import FACTS, Mistake, image_of
+from mnist_ddp.words import counted
 
 REPORT, PICTURES = "report.html", "pictures"
 _PRECISIONS = {"no": "fp32"}
@@ -116,14 +117,14 @@ def sentence(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """What came out and why training ended."""
     epochs, best = result.get("epochs", 0), result.get("best_epoch", 0)
     if result.get("status") == "preempted":
-        so_far = f"; the best of {_count(epochs, 'epoch')} so far is {best}, with validation accuracy " if best else ""
+        so_far = f"; the best of {counted(epochs, 'epoch')} so far is {best}, with validation accuracy " if best else ""
         so_far += f"{result['best_val_accuracy']:.2%}" if best else ""
         return f"A signal stopped it in epoch {epochs + 1}{so_far}. The same command goes on from there."
     why = {
-        "early_stopped": f"training stopped after {_count(epochs, 'epoch')}, because validation {settings['monitor']} "
-        f"had not improved for {_count(settings['patience'], 'epoch')}",
-        "finished": f"training ran all {_count(epochs, 'epoch')}",
-        "target_reached": f"training stopped after {_count(epochs, 'epoch')}, because validation accuracy reached "
+        "early_stopped": f"training stopped after {counted(epochs, 'epoch')}, because validation {settings['monitor']} "
+        f"had not improved for {counted(settings['patience'], 'epoch')}",
+        "finished": f"training ran all {counted(epochs, 'epoch')}",
+        "target_reached": f"training stopped after {counted(epochs, 'epoch')}, because validation accuracy reached "
         f"{settings['target_accuracy']:.2%}",
         "diverged": f"training ended in epoch {epochs + 1}, because the loss or a gradient was no longer finite",
     }.get(result.get("status", ""), "the run has no result yet, or was killed")
@@ -135,16 +136,12 @@ def sentence(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 def _stop(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return {
-        "early_stopped": f"stopped: {_count(settings['patience'], 'epoch')} without a better one",
+        "early_stopped": f"stopped: {counted(settings['patience'], 'epoch')} without a better one",
         "finished": "stopped: all epochs were run",
         "target_reached": "stopped: target accuracy reached",
         "preempted": "stopped by a signal",
         "diverged": "diverged after this epoch",
     }.get(result.get("status", ""), "last epoch so far")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s'[: number != 1]}"
 
 
 def _short(name: str) -> str:

@@ -99,9 +99,9 @@ class RunFolder:
             for name, value in run["settings"].items()
             if saved["settings"].get(name) != value
         ]
-        versions = [of["versions"]["mnist_ddp"] for of in (saved, run)]
-        if versions[0] != versions[1]:  # its network or its order of images may be another
-            changed.append(f"mnist_ddp {versions[0]} -> {versions[1]}")
+        saved_version, version = saved["versions"]["mnist_ddp"], run["versions"]["mnist_ddp"]
+        if saved_version != version:  # its network or its order of images may be another
+            changed.append(f"mnist_ddp {saved_version} -> {version}")
         if saved["images"] != run["images"]:
             changed.append("the images are not the same")
         if changed:

@@ -92,6 +92,27 @@ def test_it_names_the_dataset(
     assert "/home/me" not in card.content
 
 
+@pytest.mark.parametrize(
+    ("val", "test", "monitor", "expected"),
+    [
+        ("a.csv", "a.csv", "accuracy", ["which took no part in training or in the choice", "more to choose the epoch"]),
+        ("b.csv", "c.csv", "accuracy", ["which took no part in training or in the choice", "more to choose the epoch"]),
+        ("b.csv", "b.csv", "accuracy", ["which were the validation images too", "more to choose the epoch"]),
+        ("b.csv", "c.csv", "none", ["which took no part in training or in the choice", "more to watch it"]),
+    ],
+)
+def test_it_says_what_the_test_images_were_used_for(
+    finished: Finished, val: str, test: str, monitor: str, expected: list[str]
+) -> None:
+    facts = json.loads((finished.folder / "report.json").read_text())
+    facts["sources"] = {"train": "a.csv", "val": val, "test": test}
+    config = json.loads((finished.folder / "cnn" / "config.json").read_text())
+    assert finished.ended.result is not None
+    card = model_card(finished.folder, {"monitor": monitor}, finished.ended.result, facts, config)
+    for words in expected:
+        assert words in card
+
+
 def test_the_hub_has_the_folder(finished: Finished) -> None:
     files = {path.name: path.read_bytes() for path in (finished.folder / "cnn").iterdir()}
     assert files.keys() == {"README.md", "config.json", "model.safetensors"}
