@@ -85,9 +85,7 @@ def model_card(
     chosen = settings.get("monitor") != "none"
     use, kept = ("choose the epoch", "the best") if chosen else ("watch it", "kept")
     if sources["val"] == sources["test"] != sources["train"]:
-        part_taken = (
-            "which were the validation images too: no unbiased estimate"
-        )
+        part_taken = "which were the validation images too: no unbiased estimate"
     else:
         part_taken = "which took no part in training or in the choice of the epoch"
     of = "" if held_out else f" of {measured_name}"
