@@ -56,7 +56,9 @@ def check(flags: dict[str, Any], breaking: Callable[[pytest.MonkeyPatch, int], N
         patch.setattr(speed, "_SECONDS_EACH", 0.3)
         patch.setattr(network, "_SECONDS_EACH", 0.05)
         breaking(patch, accelerator.process_index)
-        s = Settings(cache_dir="", width=4, batch_size=64)
+        # The default network and batch: with a smaller one, exchanging takes nearly as long as computing, and where
+        # processes share cores the row of the network fails now and then.
+        s = Settings(cache_dir="")
         other = {"seed": 7} if flags.get("other_seed") and accelerator.process_index == 1 else {}
         s = dataclasses.replace(s, **{k: v for k, v in flags.items() if k != "other_seed"} | other)
         return list(rows.rows(accelerator, s))
