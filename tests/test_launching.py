@@ -6,6 +6,7 @@ python -m pytest tests/test_launching.py
 import json
 import os
 import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -180,6 +181,22 @@ def test_a_world_size_that_does_not_match_is_refused(
     assert re.findall(r"^error: .*$", ended.stderr, re.M)[0].startswith(f"error: {words}"), ended
     assert len(re.findall(r"^error: ", ended.stderr, re.M)) == 1
     assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler: install g++")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_compiled_network_learns_the_same(processes: int, small_csv: Path, tmp_path: Path) -> None:
+    flags = f"--mnist_file_path {small_csv} --epochs {EPOCHS} --batch_size 20 --width 4 --num_processes {processes}"
+    losses = {}
+    for compiled in ("false", "true"):
+        folder = tmp_path / compiled
+        ended = run(f"python train_accel.py {flags} --compile {compiled}", folder, timeout_seconds=110)
+        assert ended.status == 0, ended
+        losses[compiled] = [(line["train_loss"], line["val_loss"]) for line in ended.metrics]
+    for ours, theirs in zip(losses["true"], losses["false"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    assert losses["true"] != losses["false"]  # other kernels round otherwise: it was compiled
 
 
 @pytest.mark.slow
