@@ -8,6 +8,7 @@ import gc
 import ipaddress
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -302,11 +303,14 @@ def start_accelerator(
 
     Raises:
         UserError: the launcher's WORLD_SIZE and the number of joined processes differ, the other machines could not
-            reach this one, or the tracker's package is missing.
+            reach this one, or the tracker's package, or a compiler for `compile`, is missing.
     """
     if log_with != "none" and LoggerType(log_with) not in get_available_trackers():  # Accelerate would go on without it
         raise UserError(f"--log_with {log_with}: needs the package {log_with}: pip install {log_with}")
     use_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as TorchInductor looks for it
+    if compile and use_cpu and shutil.which(compiler) is None:
+        raise UserError(f"--compile true: needs a C++ compiler, and there is no {compiler}: apt-get install g++")
     if use_cpu:
         threads = _threads_per_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(threads)

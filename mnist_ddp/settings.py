@@ -128,7 +128,8 @@ class Settings:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Number format of the forward pass. auto: what the launcher asked for, else bf16 where the hardware has it."""
     compile: bool = False
-    """Compile the model with TorchInductor, through Accelerate: takes some 30 seconds at the start."""
+    """Compile the model with TorchInductor, through Accelerate: takes some 30 seconds at the start, and on CPUs a C++
+    compiler; no faster on two cores."""
 
     # ---- when to stop
     monitor: Literal["accuracy", "loss", "none"] = "accuracy"

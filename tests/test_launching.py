@@ -199,6 +199,15 @@ def test_a_compiled_network_learns_the_same(processes: int, small_csv: Path, tmp
     assert losses["true"] != losses["false"]  # other kernels round otherwise: it was compiled
 
 
+def test_compiling_without_a_compiler_is_a_mistake(small_csv: Path, tmp_path: Path) -> None:
+    command = f"python train_accel.py --mnist_file_path {small_csv} --num_processes 2 --compile true"
+    ended = run(command, tmp_path / "run", CXX="no-such-compiler")
+    assert ended.status == 2
+    assert ended.stderr == (
+        "error: --compile true: needs a C++ compiler, and there is no no-such-compiler: apt-get install g++\n"
+    )
+
+
 @pytest.mark.slow
 def test_processes_with_other_settings_are_refused(small_csv: Path, tmp_path: Path) -> None:
     """One that changes nothing before an epoch has ended, and then trains the processes apart."""
