@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import warm_programs
+from launching import ROOT, warm_programs
 
 from benchmarks import faults
 from benchmarks.faults import START, Run, check_signal, killed_run, outcome, write_digits
@@ -211,6 +212,15 @@ def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
         assert run.process.wait(60) == 0, run.said()
     finally:
         run.end()
+
+
+def test_a_process_whose_parent_died_before_it_could_watch_ends() -> None:
+    script = "import os, sys; from mnist_ddp import distributed; distributed._end_with(os.getppid() + int(sys.argv[1]))"
+    statuses = [
+        subprocess.run([sys.executable, "-c", f"{script}; print('alive')", dead], cwd=ROOT, timeout=60).returncode
+        for dead in ("0", "1")
+    ]
+    assert statuses == [0, -signal.SIGTERM]
 
 
 @pytest.fixture
