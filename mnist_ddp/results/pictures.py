@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from mnist_ddp.results.facts import wilson_interval
@@ -66,8 +66,10 @@ def accuracy_curve(metrics: Sequence[dict[str, Any]], best_epoch: int, stop: str
     val = [100 * line["val_accuracy"] for line in metrics]
     axes.plot(epochs, val, marker=_marker(epochs), color=_BLUE, label="validation")
     # The first epochs may lie below: with them, those that matter would be a flat line.
-    middle = float(np.median(val))
-    axes.set_ylim(bottom=max(min(val), 4 * middle - 3 * max(val)) - 0.5)
+    top, middle = max(val), float(np.median(val))
+    low = min(value for value in val if value >= middle - 3 * (top - middle))
+    span = max(top - low, 2.0)
+    axes.set_ylim(max(low - 0.6 * span, 0), top + 0.09 * span)  # legend below, ring above
     _mark(axes, epochs, val, best_epoch, stop)
     axes.legend(loc="lower right")
     return _png(figure)
@@ -83,7 +85,7 @@ def throughput(metrics: Sequence[dict[str, Any]]) -> bytes:
     axes.axhline(middle, color=_GREY, linewidth=1, linestyle=":", label=f"median {middle:,.0f}")
     axes.set_ylim(0, 1.1 * max(*rates, 1.0))  # an epoch that was resumed after its training has no rate
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _tick_epochs(axes, epochs)
     axes.legend(loc="lower right")
     return _png(figure)
 
@@ -192,7 +194,12 @@ def _mark(axes: Axes, epochs: Sequence[int], values: Sequence[float], best_epoch
     if best_epoch in epochs:
         value = values[epochs.index(best_epoch)]
         axes.plot(best_epoch, value, "o", mfc="none", mec="black", ms=9, label=f"best: epoch {best_epoch}")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _tick_epochs(axes, epochs)
+
+
+def _tick_epochs(axes: Axes, epochs: Sequence[int]) -> None:
+    # The locator divides the range around a single epoch into fractions.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True) if len(epochs) > 1 else FixedLocator(epochs))
 
 
 def _short(name: str) -> str:
