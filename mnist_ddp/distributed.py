@@ -223,8 +223,6 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
             wait_for_first_speaker(1.5)
             traceback.print_exc()
             _leave(1)
-        if stop_signals_received:  # the launcher is ending this process, and the peer at fault has spoken
-            _leave(1)
         rank = os.environ.get("RANK", "0")
         if "timed out" in str(error).lower() and dist.is_initialized():
             for silent in _silent_ranks(rank):
@@ -232,6 +230,8 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
                     f"error: rank {silent} is stuck or out of reach: it kept rank {rank} waiting until the timeout",
                     file=sys.stderr,
                 )
+        elif stop_signals_received:  # the launcher is ending this process, and the peer at fault has spoken
+            _leave(1)
         time.sleep(_PEER_GRACE_SECONDS)
         print(
             f"error: rank {rank} lost contact with another process, whose own message says why; without one it was "

@@ -223,6 +223,18 @@ def test_a_process_whose_parent_died_before_it_could_watch_ends() -> None:
     assert statuses == [0, -signal.SIGTERM]
 
 
+def test_a_stuck_process_is_named_though_the_run_was_to_be_stopped(digits: Path, folder: Path) -> None:
+    run = Run("self-started", digits, folder, "--epochs", "1000", "--timeout_seconds", "6")
+    try:
+        assert run.wait_for("epoch   1"), run.said()
+        forks_of(run)[1].suspend()
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(40) == 1, run.said()
+        assert run.said().count("error: rank 1 is stuck or out of reach") == 1, run.said()
+    finally:
+        run.end()
+
+
 @pytest.fixture
 def under_way(digits: Path, folder: Path) -> Iterator[Run]:
     run = Run("python", digits, folder, "--epochs", "1000")
