@@ -47,7 +47,7 @@ def train(settings: Settings) -> int:
         start_accelerator,
         together,
     )
-    from mnist_ddp.model.convnet import build_model
+    from mnist_ddp.model.convnet import build_model, check_batch_size
     from mnist_ddp.training import watchdog
     from mnist_ddp.training.early_stopping import EarlyStopping
     from mnist_ddp.training.evaluation import evaluate
@@ -56,7 +56,7 @@ def train(settings: Settings) -> int:
     from mnist_ddp.training.run_folder import RunFolder, describe_run
     from mnist_ddp.training.signals import StopSignals
     from mnist_ddp.training.state import FINISHED, start_training
-    from mnist_ddp.training.tracker import start_tracker
+    from mnist_ddp.training.tracker import log_metrics
 
     s = settings
     accelerator = start_accelerator(
@@ -94,6 +94,7 @@ def train(settings: Settings) -> int:
         digits = splits.train.image_set
         mean, std = pixel_statistics(splits.train)
         model = build_model(digits.class_names, digits.images.shape[1:], width=s.width, mean=mean, std=std, seed=s.seed)
+        check_batch_size(model, s.batch_size, processes)
         state = start_training(
             accelerator,
             model,
@@ -154,10 +155,8 @@ def train(settings: Settings) -> int:
                     folder.append_metrics(epoch.metrics())
                     if epoch.improved:
                         folder.save_model(state.average.module)
-                if not accelerator.trackers and s.log_with != "none":  # not earlier: it imports for a second
-                    start_tracker(accelerator, s.log_with, Path(s.pt_path), asdict(s), first_step=epoch.step)
-                logged = epoch.metrics()
-                accelerator.log(logged, step=int(logged.pop("step")))
+                if s.log_with != "none":
+                    log_metrics(accelerator, s.log_with, Path(s.pt_path), asdict(s), epoch.metrics())
 
         # One that stopped or diverged where it had before is not finished.
         ended = (state.status, state.epoch)

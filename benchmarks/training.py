@@ -37,6 +37,7 @@ from mnist_ddp.data.reading import read_files
 from mnist_ddp.distributed import resolve_precision, start_accelerator
 from mnist_ddp.model import batchnorm, exchange
 from mnist_ddp.model.convnet import ConvNet, build_model
+from mnist_ddp.settings import Settings
 from mnist_ddp.training.early_stopping import EarlyStopping
 from mnist_ddp.training.loop import fit
 from mnist_ddp.training.signals import StopSignals
@@ -49,7 +50,7 @@ HALF = resolve_precision("auto", DEVICE) == "bf16"
 
 
 def network(channels_last: bool) -> ConvNet:
-    model = build_model(tuple("0123456789"), (28, 28), width=16, mean=0.1307, std=0.3081, seed=0)
+    model = build_model(tuple("0123456789"), (28, 28), width=Settings.width, mean=0.1307, std=0.3081, seed=0)
     if channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

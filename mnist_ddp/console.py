@@ -32,12 +32,12 @@ def start_lines(
     count = accelerator.num_processes
     where = device_name(accelerator.device)
     if accelerator.device.type == "cpu":
-        where += f", {torch.get_num_threads()} thread{'s'[: torch.get_num_threads() > 1]} each"
+        where += f", {counted(torch.get_num_threads(), 'thread')} each"
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     sizes = " / ".join(f"{len(subset):,}" for subset in splits)
     height, width = splits.train.image_set.images.shape[1:]
     lines = [
-        f"{count} process{'es' if count > 1 else ''} on {where}; global batch {run['global_batch']}, {precision}; "
+        f"{counted(count, 'process')} on {where}; global batch {run['global_batch']}, {precision}; "
         f"{sizes} train / val / test images of {height}x{width} in {len(splits.train.image_set.class_names)} classes; "
         f"{sum(p.numel() for p in model.parameters()):,} parameters"
     ]
@@ -46,22 +46,25 @@ def start_lines(
         for image_set in {id(s.image_set): s.image_set for s in splits}.values()
         for note in image_set.notes
     ]
-    lines += [f"note: {note}" for note in [*unseen_classes(splits.train), *notes]]
+    lines += [f"note: {note}" for note in [*rare_classes(splits.train), *notes]]
     if state.epoch or state.samples_done:
         lines.append(f"resumed after {counted(state.epoch, 'epoch')} and {state.samples_done:,} images of the next")
     return lines
 
 
-def unseen_classes(train: Subset) -> list[str]:
-    """Which classes no training image shows; rare ones may all have gone to validation and test."""
-    class_names = train.image_set.class_names
-    labels = train.image_set.labels.index_select(0, train.indices)
-    counts = torch.bincount(labels, minlength=len(class_names)).tolist()
-    names = [name for name, count in zip(class_names, counts, strict=True) if count == 0]
-    if not names:
-        return []
-    some = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
-    return [f"no training image shows class {some}, so it cannot be learned"]
+def rare_classes(train: Subset) -> list[str]:
+    """Which classes no training image shows: rare ones may all have gone to validation and test. And which have one."""
+    every, labels = train.image_set.labels, train.image_set.labels.index_select(0, train.indices)
+    notes = []
+    for labels_N, count, note in (
+        (labels, 0, "no training image shows class {}, so it cannot be learned"),
+        (every, 1, "a single image shows class {}; is its label a slip?"),
+    ):
+        counts = torch.bincount(labels_N, minlength=len(train.image_set.class_names)).tolist()
+        names = [name for name, n in zip(train.image_set.class_names, counts, strict=True) if n == count]
+        if names:
+            notes.append(note.format(", ".join(names[:4]) + ", ..." * (len(names) > 4)))
+    return notes
 
 
 def folder_notes(folder: str, hosts: Sequence[str]) -> list[str]:

@@ -41,6 +41,7 @@ from tqdm import tqdm
 from mnist_ddp.errors import UserError, exit_with_one_line, stop_signals_received, tell, wait_for_first_speaker
 from mnist_ddp.rendezvous import INIT_METHOD
 from mnist_ddp.settings import Settings
+from mnist_ddp.words import counted
 
 T = TypeVar("T")
 
@@ -340,7 +341,7 @@ def start_accelerator(
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise UserError(
-            f"the launcher started {launched} processes but {accelerator.num_processes} joined the run; "
+            f"the launcher started {counted(launched, 'process')} but {accelerator.num_processes} joined the run; "
             "start it with: accelerate launch --multi_gpu --num_processes N train_accel.py"
         )
     return accelerator
@@ -445,7 +446,7 @@ def _check_devices(gpu: str, local_processes: int) -> None:
         raise UserError(f"--gpu {gpu}: there is no GPU {missing} on this machine; nvidia-smi -L lists those that are")
     if local_processes > gpus > 0 and os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true":
         raise UserError(
-            f"{local_processes} processes but {gpus} GPU{'s'[: gpus > 1]} on this machine; this fits: "
+            f"{counted(local_processes, 'process')} but {counted(gpus, 'GPU')} on this machine; this fits: "
             f"accelerate launch {'--multi_gpu ' if gpus > 1 else ''}--num_processes {gpus} train_accel.py"
         )
 
@@ -557,12 +558,10 @@ def check_same(description: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def leaving(accelerator: Accelerator) -> Iterator[Accelerator]:
-    """Waits for all processes and closes the trackers when the block ends without a failure.
+    """Waits for all processes when the block ends without a failure.
 
     The process group stays, see `_run`. After a failure it is left to the exit of the process: closing it would wait
     for peers that are still in a collective.
     """
     yield accelerator
     accelerator.wait_for_everyone()  # a launcher ends the others when one leaves with a status other than 0
-    for tracker in accelerator.trackers:
-        tracker.finish()

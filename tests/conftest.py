@@ -2,6 +2,8 @@
 
 import gzip
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: some tests fork, and a forked child would wait for ever for the threads of OpenMP's pool.
@@ -19,3 +21,17 @@ def small_csv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "small.csv"
     path.write_text("".join(rows))
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with 64 kB of room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, timeout=20, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("no permission to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=20)

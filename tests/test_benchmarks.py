@@ -73,7 +73,7 @@ def test_time_to_accuracy_measures_both_process_counts_and_the_classic(tmp_path:
 
 @pytest.mark.slow
 def test_predict_measures_prediction_and_evaluation(tmp_path: Path) -> None:
-    ConvNet(width=2).save_pretrained(tmp_path / "cnn")
+    ConvNet("0123456789", (28, 28), width=2, mean=0.13, std=0.31).save_pretrained(tmp_path / "cnn")
     figures = figures_of("predict", tmp_path, str(tmp_path))
     assert figures["images"] == 10_000
     assert figures["ratios"] == pytest.approx([figures["prediction"][0] / figures["evaluation"][0]])

@@ -221,10 +221,12 @@ def test_its_own_flags_are_taken() -> None:
 
 
 def test_the_traffic_is_that_of_the_network() -> None:
-    traffic = Traffic.of(ConvNet(width=4))
+    traffic = Traffic.of(ConvNet("0123456789", (28, 28), width=4, mean=0.13, std=0.31))
     # Layers of 4, 8, 16 and 16 channels: two float64 numbers a channel and a count, and as many back.
     assert traffic.gathered == (72, 72, 136, 136, 264, 264, 264, 264)
-    assert traffic.reduced == 4 * sum(p.numel() for p in ConvNet(width=4).parameters())
+    assert traffic.reduced == 4 * sum(
+        p.numel() for p in ConvNet("0123456789", (28, 28), width=4, mean=0.13, std=0.31).parameters()
+    )
 
 
 def test_the_prediction_is_that_of_a_ring() -> None:

@@ -6,7 +6,7 @@ python -m pytest tests/test_console.py
 import pytest
 import torch
 
-from mnist_ddp.console import unseen_classes
+from mnist_ddp.console import rare_classes
 from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.data.loaders import Subset
 
@@ -21,5 +21,12 @@ from mnist_ddp.data.loaders import Subset
     ],
 )
 def test_classes_without_training_images_are_named(indices: list[int], notes: list[str]) -> None:
-    images = ImageSet(torch.zeros(6, 2, 2, dtype=torch.uint8), torch.arange(6), tuple("abcdef"), "six.csv")
-    assert unseen_classes(Subset(images, torch.tensor(indices))) == notes
+    labels = torch.arange(12) % 6
+    images = ImageSet(torch.zeros(12, 2, 2, dtype=torch.uint8), labels, tuple("abcdef"), "twelve.csv")
+    assert rare_classes(Subset(images, torch.tensor(indices))) == notes
+
+
+def test_a_class_of_one_image_is_named() -> None:
+    labels = torch.tensor([0, 0, 1, 1, 2])
+    images = ImageSet(torch.zeros(5, 2, 2, dtype=torch.uint8), labels, ("3", "8", "88"), "five.csv")
+    assert rare_classes(Subset(images, torch.arange(5))) == ["a single image shows class 88; is its label a slip?"]

@@ -180,7 +180,7 @@ def test_links_lead_to_files() -> None:
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ConvNet().save_pretrained("pt/cnn")
+    ConvNet("0123456789", (28, 28), width=4, mean=0.13, std=0.31).save_pretrained("pt/cnn")
     (example,) = blocks(README, "python")
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)

@@ -38,6 +38,7 @@ from mnist_ddp.settings import Settings
 from mnist_ddp.training.checkpoint import Checkpoints
 from mnist_ddp.training.run_folder import RunFolder
 from mnist_ddp.training.signals import StopSignals
+from mnist_ddp.words import counted
 
 _FREE_BYTES = 1 << 30
 # In one step, fp32 on the device against float64 on the CPU. TF32, cuDNN's default for convolutions, keeps 10 bits.
@@ -137,7 +138,7 @@ def rows(accelerator: Accelerator, s: Settings) -> Iterator[Row]:
         lambda: _step(images, device, s),
     )
     yield on_all(
-        f"{processes} process{'es'[: 2 * (processes > 1)]} = 1 process",
+        f"{counted(processes, 'process')} = 1 process",
         "the processes do not train as one: run the tests of this project here, and do not train before they pass",
         lambda: _parity(accelerator, images, s),
     )

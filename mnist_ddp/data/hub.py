@@ -104,7 +104,8 @@ def _load(id_or_path: str, progress: bool) -> "Mapping[str, datasets.Dataset]":
     path = os.path.expanduser(id_or_path)
     if os.path.isfile(path):
         raise UserError(f"--dataset {id_or_path}: is a file; --dataset takes a folder, --mnist_file_path a CSV file")
-    if not os.path.isdir(path) and (id_or_path.count("/") > 1 or id_or_path.startswith((".", "/", "~"))):
+    looks_like_a_path = id_or_path.count("/") > 1 or id_or_path.startswith((".", "/", "~")) or id_or_path.endswith("/")
+    if not os.path.isdir(path) and looks_like_a_path:
         raise UserError(f"--dataset {id_or_path}: no such folder, nor an id on the Hub such as ylecun/mnist")
     try:
         if os.path.exists(os.path.join(path, "dataset_dict.json")):

@@ -183,7 +183,13 @@ def _find_label(
         return (named[0],), False
     largest = math.isqrt(len(rest))
     if largest * largest == len(rest):
-        return (), False
+        # No labels; or a pixel too few, where a column at the edge is told from pixels by its texts.
+        texts = [
+            column
+            for column in (rest[0], rest[-1])
+            if sample and not any(NUMBER.fullmatch(row[column]) for row in sample)
+        ]
+        return (texts[0],) if len(texts) == 1 else (), False
     if largest * largest == len(rest) - 1:
         return _outer_label(header, rest, sample)
     for side in range(largest, max(1, largest - _MOST_SIDES), -1):
@@ -237,8 +243,15 @@ def _wrong_count(
             "fields for 28x28 images"
         )
     left_out = [header[column] or f"column {column + 1}" for column in (*label, *ignored)]
-    besides = f" besides {', '.join(left_out)}" if left_out else ""
-    return f"the header has {num_columns} columns, {num_pixels}{besides}; pixels must be a square number, such as 784"
+    besides = f", {num_pixels} besides {', '.join(left_out)}" if left_out else ""
+    others = [
+        name
+        for column, name in enumerate(header)
+        if column not in (*label, *ignored) and not _PIXEL_NAME.fullmatch(name)
+    ]
+    # Among names without numbers, none stands out.
+    odd = f"; not named like a pixel: {', '.join(others)}" if 0 < len(others) <= min(8, num_pixels // 2) else ""
+    return f"the header has {num_columns} columns{besides}; pixels must be a square number, such as 784{odd}"
 
 
 def _check_order(names: list[str], path: str) -> None:

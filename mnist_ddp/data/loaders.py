@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from mnist_ddp.data.augment import draw_affine
 from mnist_ddp.data.image_set import ImageSet
 from mnist_ddp.errors import UserError
+from mnist_ddp.words import counted
 
 
 class Batch(NamedTuple):
@@ -181,9 +182,10 @@ def make_loaders(
     if global_batch > available:
         fits = available // (processes * accumulation_steps)
         raise UserError(
-            f"--batch_size {batch_size}: a step takes {batch_size} x {processes} processes x {accumulation_steps} "
-            f"accumulation steps = {global_batch} images, but {available} are for training; "
-            + (f"--batch_size {fits} would fit" if fits else f"{available} processes at most would fit")
+            f"--batch_size {batch_size}: a step takes {batch_size} x {counted(processes, 'process')} x "
+            f"{counted(accumulation_steps, 'accumulation step')} = {global_batch} images, but {available} are for "
+            "training; "
+            + (f"--batch_size {fits} would fit" if fits else f"no more than {counted(available, 'process')} would fit")
         )
     on_device = {id(subset.image_set): _place(subset.image_set, device) for subset in splits}
     train, val, test = (Subset(on_device[id(subset.image_set)], subset.indices) for subset in splits)

@@ -70,7 +70,8 @@ def read_image_set(
     if stored.labels is None:
         height, width = stored.images.shape[1:]
         raise UserError(
-            f"{path}: has no labels, only {height * width} columns for {height}x{width} pixels; training needs labels"
+            f"{path}: has no labels, only {height * width} columns for {height}x{width} pixels; training needs labels, "
+            "in a column of their own"
         )
     names = _rename(stored.class_names, label_names, path) if label_names else stored.class_names
     return labelled(stored, names, class_names, path)

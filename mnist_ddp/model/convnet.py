@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
+from mnist_ddp.errors import UserError
+
 
 def conv_block(channels_in: int, channels_out: int, kernel: int, stride: int = 2) -> nn.Sequential:
     """Convolution, BatchNorm, ReLU. The map's sides are divided by `stride`, and rounded up."""
@@ -35,11 +37,11 @@ class ConvNet(nn.Module, PyTorchModelHubMixin):
 
     def __init__(
         self,
-        class_names: Sequence[str] = tuple("0123456789"),
-        image_size: Sequence[int] = (28, 28),
-        width: int = 12,
-        mean: float = 0.1307,
-        std: float = 0.3081,
+        class_names: Sequence[str],
+        image_size: Sequence[int],
+        width: int,
+        mean: float,
+        std: float,
     ) -> None:
         super().__init__()
         self.class_names = tuple(class_names)
@@ -87,3 +89,11 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ConvNet(class_names, image_size, width, mean, std)
+
+
+def check_batch_size(model: ConvNet, batch_size: int, processes: int) -> None:
+    """Raises UserError where the last map has one value per channel in a step: BatchNorm knows no variance then."""
+    height, width = model.grid
+    if batch_size * processes * height * width < 2:
+        size = "x".join(map(str, model.image_size))
+        raise UserError(f"--batch_size {batch_size}: BatchNorm needs 2 or more images of {size} in a step")

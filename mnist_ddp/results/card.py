@@ -14,7 +14,9 @@ from huggingface_hub.utils import disable_progress_bars
 from mnist_ddp.data.reading import EMBEDDED_DIGITS
 from mnist_ddp.files import write_whole
 from mnist_ddp.results.facts import FACTS, wilson_interval
+from mnist_ddp.words import counted
 
+_MNIST = "ylecun/mnist"  # on the Hub
 # The settings that decide what was learned. Not all: a card is public, and others name files and folders.
 _TRAINING = (
     *("width", "augment", "optimizer", "lr", "warmup_steps", "schedule", "momentum", "weight_decay"),
@@ -59,7 +61,7 @@ def model_card(
     # The program's own split is not the one that a dataset's readers know by that name.
     held_out = sources[part] == sources["train"]
     data = ModelCardData(
-        license="apache-2.0",
+        license="apache-2.0" if dataset_id == _MNIST else None,  # a model of other images is for their owner to license
         library_name="mnist_ddp",
         pipeline_tag="image-classification",
         tags=["image-classification", "pytorch_model_hub_mixin", "model_hub_mixin"],
@@ -81,7 +83,8 @@ def model_card(
     names = ", ".join(f"`{name}`" for name in config["class_names"])
     rows = "\n".join(f"| {name} | {settings[name]} |" for name in _TRAINING if name in settings)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    where = settings.get("push_to_hub") or os.path.join(folder.name, "cnn")
+    inside = not folder.is_absolute() and ".." not in folder.parts  # names of other folders stay private
+    where = settings.get("push_to_hub") or os.path.join(folder if inside else folder.name, "cnn")
     chosen = settings.get("monitor") != "none"
     use, kept = ("choose the epoch", "the best") if chosen else ("watch it", "kept")
     if sources["val"] == sources["test"] != sources["train"]:
@@ -105,7 +108,7 @@ def model_card(
         )
     digits = (
         "\nThe digits are MNIST's, by Yann LeCun, Corinna Cortes and Christopher J. C. Burges, under CC BY-SA 3.0.\n"
-        if "ylecun/mnist" in (dataset_id, measured_id)
+        if _MNIST in (dataset_id, measured_id)
         else ""
     )
     return f"""---
@@ -143,7 +146,7 @@ Normalisation is part of the model: it takes pixels from 0 to 255 as they are.
 
 On {facts["images"]["train"]:,} images of {dataset_name}, with {facts["images"]["val"]:,} more to {use}:
 {result["epochs"]} epochs, of which {result["best_epoch"]} was {kept}, on {result["world_size"]} x {result["device"]}.
-The global batch is batch_size x {result["world_size"]} processes x gradient_accumulation_steps.
+The global batch is batch_size x {counted(result["world_size"], "process")} x gradient_accumulation_steps.
 {digits}
 | Setting | Value |
 | --- | --- |
@@ -187,7 +190,7 @@ def push(folder: Path, repo_id: str) -> str:
 def _dataset(settings: Mapping[str, Any], source: str) -> tuple[str | None, str]:
     """The id on the Hub, None where there is none, and the name of what was read. Names of folders stay private."""
     if Path(source).resolve() == EMBEDDED_DIGITS:
-        return "ylecun/mnist", "MNIST's 10,000 test digits"
+        return _MNIST, "MNIST's 10,000 test digits"
     name = settings.get("dataset", "")
     if name and not Path(name).expanduser().exists():
         return name, name

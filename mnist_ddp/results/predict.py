@@ -155,6 +155,13 @@ def read_inputs(args: argparse.Namespace, model: ConvNet) -> Inputs:
     if tuple(images.shape[1:]) != model.image_size:
         sizes = ["x".join(map(str, size)) for size in (images.shape[1:], model.image_size)]
         raise UserError(f"{name}: images of {sizes[0]} pixels, but the model was trained on {sizes[1]}")
+    shades = ("dark", "light")
+    is_light, was_light = bool(images[:1000].float().mean() > 127.5), model.mean > 0.5
+    if is_light != was_light:
+        notes += (
+            f"{name}: the images are mostly {shades[is_light]}, those that the model was trained on mostly "
+            f"{shades[was_light]}; if they are inverted, predictions are wrong",
+        )
     if labels is not None:
         known = torch.tensor([model.class_names.index(c) if c in model.class_names else -1 for c in class_names])
         labels = known[labels]

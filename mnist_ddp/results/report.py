@@ -65,7 +65,7 @@ def make_report(folder: Path) -> list[Path]:
     settings, metrics, result, facts = _read(folder)
     drawn: dict[str, bytes] = {}
     if metrics:
-        best, stop = result.get("best_epoch", 0), _stop(result, settings)
+        best, stop = result.get("best_epoch", 0), _stop(result)
         drawn["loss.png"] = pictures.loss_curves(metrics, best, stop)
         drawn["accuracy.png"] = pictures.accuracy_curve(metrics, best, stop)
         drawn["throughput.png"] = pictures.throughput(metrics)
@@ -122,7 +122,7 @@ def sentence(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         return f"A signal stopped it in epoch {epochs + 1}{so_far}. The same command goes on from there."
     why = {
         "early_stopped": f"training stopped after {counted(epochs, 'epoch')}, because validation {settings['monitor']} "
-        f"had not improved for {counted(settings['patience'], 'epoch')}",
+        f"had not improved for {counted(epochs - best, 'epoch')}",
         "finished": f"training ran all {counted(epochs, 'epoch')}",
         "target_reached": f"training stopped after {counted(epochs, 'epoch')}, because validation accuracy reached "
         f"{settings['target_accuracy']:.2%}",
@@ -134,9 +134,10 @@ def sentence(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return f"The model of epoch {best} reads {right:,} of {result['num_test']:,} test images right; {why}."
 
 
-def _stop(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _stop(result: Mapping[str, Any]) -> str:
+    since_best = result.get("epochs", 0) - result.get("best_epoch", 0)
     return {
-        "early_stopped": f"stopped: {counted(settings['patience'], 'epoch')} without a better one",
+        "early_stopped": f"stopped: {counted(since_best, 'epoch')} without a better one",
         "finished": "stopped: all epochs were run",
         "target_reached": "stopped: target accuracy reached",
         "preempted": "stopped by a signal",
@@ -214,8 +215,7 @@ def _mistakes(mistakes: Sequence[Mistake], names: Sequence[str]) -> str:
 def _what_was_run(result: Mapping[str, Any], facts: Mapping[str, Any], throughput: bytes | None) -> list[str]:
     rows: dict[str, Any] = {}
     if result:
-        count = result["world_size"]
-        rows["device"] = f"{count} process{'es' if count > 1 else ''} on {result['device']}"
+        rows["device"] = f"{counted(result['world_size'], 'process')} on {result['device']}"
         rows["precision"] = _PRECISIONS.get(result["mixed_precision"], result["mixed_precision"])
         rows["parameters"] = f"{result['parameters']:,}"
         rows["time"] = f"{result['wall_seconds']:,.0f} s"

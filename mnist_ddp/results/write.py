@@ -30,9 +30,10 @@ def write_results(
     step: int,
     push_to_hub: str,
 ) -> None:
-    """Writes report.json, the report, its pictures and the model card; shows trackers the pictures; pushes the model.
+    """Writes report.json, the report, its pictures and the model card; pushes the model; shows trackers the pictures.
 
-    The run's result stands whatever happens here: a failure is a warning on stderr. One process calls this.
+    Ends the trackers. The run's result stands whatever happens here: a failure is a warning on stderr. One process
+    calls this.
 
     Args:
         folder: of the run, with its settings, metrics and result.
@@ -54,6 +55,9 @@ def write_results(
     if push_to_hub and confusion is not None:
         with _warning(f"the model was not pushed; hf upload {push_to_hub} {folder / 'cnn'} . tries again"):
             print(f"pushed to {push(folder, push_to_hub)}")
+    for tracker in trackers:
+        with _warning(f"what {tracker.name} got last may not be there"):
+            tracker.finish()
 
 
 def log_pictures(tracker: Any, paths: Sequence[Path], step: int) -> None:

@@ -29,12 +29,19 @@ def profile_steps(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[
     """
     rank, on_gpu = accelerator.process_index, accelerator.device.type == "cuda"
 
+    written = False
+
     def write(profiler: torch.profiler.profile) -> None:
+        nonlocal written
+        steps = profiler.step_num - _WAIT - _WARMUP  # fewer than planned where the run ends before
+        written = steps > 0
+        if not written:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"trace-{rank}.json"))
         key = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=60)
-        (folder / f"steps-{rank}.txt").write_text(f"{_ACTIVE} training steps of process {rank}\n{table}\n")
+        (folder / f"steps-{rank}.txt").write_text(f"{steps} training steps of process {rank}\n{table}\n")
 
     options = ProfileKwargs(
         activities=["cpu", "cuda"] if on_gpu else ["cpu"],
@@ -43,3 +50,5 @@ def profile_steps(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[
     )
     with accelerator.profile(options) as profiler:
         yield profiler.step
+    if not written and accelerator.is_main_process:
+        print(f"note: the run was too short for --profile, which skips {_WAIT + _WARMUP} steps and takes {_ACTIVE}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,27 @@ from typing import Any
 from accelerate import Accelerator
 
 from mnist_ddp.files import write_whole
+from mnist_ddp.training.checkpoint import writing
+
+
+def log_metrics(
+    accelerator: Accelerator, name: str, folder: Path, settings: Mapping[str, Any], metrics: Mapping[str, float]
+) -> None:
+    """Gives the metrics of an epoch to the experiment tracker, which is started with the first of them.
+
+    Args:
+        accelerator, name, folder, settings: see `start_tracker`.
+        metrics: with the "step" that they belong to.
+
+    Raises:
+        UserError: TensorBoard's files, in the run folder, cannot be written.
+    """
+    values = dict(metrics)
+    step = int(values.pop("step"))
+    with writing(folder / name, folder) if name == "tensorboard" else contextlib.nullcontext():
+        if not accelerator.trackers:  # not earlier: it imports for a second
+            start_tracker(accelerator, name, folder, settings, first_step=step)
+        accelerator.log(values, step=step)
 
 
 def start_tracker(
@@ -24,6 +46,7 @@ def start_tracker(
         settings: are logged, once.
         first_step: of what will be logged; what a killed run has logged from there on is dropped by TensorBoard.
     """
+    threading.excepthook = _unless_kept
     path = folder / "tracker.json"
     known = None
     with contextlib.suppress(
@@ -47,3 +70,12 @@ def start_tracker(
         if name == "mlflow":  # it chooses the name of a run itself
             run = accelerator.get_tracker(name, unwrap=True).info.run_id
         write_whole(path, json.dumps({"tracker": name, "run": run}).encode())
+
+
+def _unless_kept(failure: threading.ExceptHookArgs) -> None:
+    """Prints the failure of a thread, but for one that the thread keeps to raise it where its work is waited for.
+
+    The thread that writes TensorBoard's files does so: a full disk would be told twice.
+    """
+    if getattr(failure.thread, "exception", None) is not failure.exc_value:
+        threading.__excepthook__(failure)

@@ -152,6 +152,23 @@ FILES = {
         text([["label", *NAMES, "pixel4"], *([*row, "7"] for row in GOOD)]),
         "the header has 6 columns, 5 besides label; pixels must be a square number, such as 784",
     ),
+    "a pixel too few beside names": Fault(
+        text([["A", *row[2:]] for row in GOOD]),
+        "rows have 4 fields; expected a label and a square number of pixels, such as 785 fields for 28x28 images",
+    ),
+    "a pixel too few before names": Fault(
+        text([[*NAMES[:3], "letter"], *([*row[2:], "A"] for row in GOOD)]),
+        "the header has 4 columns, 3 besides letter; pixels must be a square number, such as 784",
+    ),
+    "a column of neither": Fault(
+        text([["label", *NAMES, "writer"], *([*row, "Ann"] for row in GOOD)]),
+        "the header has 6 columns, 5 besides label; pixels must be a square number, such as 784; not named like a "
+        "pixel: writer",
+    ),
+    "two columns of neither": Fault(
+        text([["digit", "writer", *NAMES], *([row[0], "Ann", *row[1:]] for row in GOOD)]),
+        "the header has 6 columns; pixels must be a square number, such as 784; not named like a pixel: digit, writer",
+    ),
     "a submission": Fault(
         "ImageId,Label\n1,2\n2,0\n",
         "the header has 2 columns, 0 besides Label, ImageId; pixels must be a square number, such as 784",

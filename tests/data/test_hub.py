@@ -234,6 +234,7 @@ def test_folder_or_file_that_is_no_dataset(tmp_path: Path) -> None:
     for path, reason in (
         (file, "is a file; --dataset takes a folder, --mnist_file_path a CSV file"),
         (tmp_path / "nothing", "no such folder, nor an id on the Hub such as ylecun/mnist"),
+        ("scans/", "no such folder, nor an id on the Hub such as ylecun/mnist"),
         (tmp_path / "empty", f"The directory at {tmp_path}/empty doesn't contain any data files"),
     ):
         with pytest.raises(UserError) as error:

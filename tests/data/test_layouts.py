@@ -234,7 +234,9 @@ def test_table_without_labels_is_read_but_not_for_training(tmp_path: Path) -> No
         assert found.images.flatten(1).tolist() == PIXELS.tolist()
         with pytest.raises(UserError) as error:
             read_image_set(path)
-        assert str(error.value) == f"{path}: has no labels, only 4 columns for 2x2 pixels; training needs labels"
+        assert str(error.value) == (
+            f"{path}: has no labels, only 4 columns for 2x2 pixels; training needs labels, in a column of their own"
+        )
 
 
 def test_label_names_come_from_an_emnist_mapping(tmp_path: Path) -> None:

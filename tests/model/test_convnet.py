@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mnist_ddp.model.convnet import ConvNet, build_model
+from mnist_ddp.errors import UserError
+from mnist_ddp.model.convnet import ConvNet, build_model, check_batch_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,3 +116,18 @@ def test_a_fresh_process_loads_what_was_saved(tmp_path: Path) -> None:
     logits, *rest = torch.load(tmp_path / "loaded.pt")
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
     assert rest == [net.class_names, (20, 14), 0.2, 0.4]
+
+
+@pytest.mark.parametrize(("size", "batch", "enough"), [(8, 1, False), (8, 2, True), (9, 1, True)])
+def test_a_batch_too_small_for_batchnorm_is_refused(size: int, batch: int, enough: bool) -> None:
+    net = build_model("ab", (size, size), width=2, mean=0.2, std=0.4, seed=0).train()
+    images = torch.zeros(batch, size, size)
+    if enough:
+        check_batch_size(net, batch, 1)
+        net(images)
+    else:
+        check_batch_size(net, 1, 2)  # two processes share their statistics
+        with pytest.raises(UserError, match=r"^--batch_size 1: BatchNorm needs 2 or more images of 8x8 in a step$"):
+            check_batch_size(net, batch, 1)
+        with pytest.raises(ValueError, match="more than 1 value"):
+            net(images)

@@ -4,6 +4,7 @@ python -m pytest tests/results/test_predict.py
 """
 
 import csv
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -59,7 +60,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model for 8x8 images of three classes, and a table of 7 of them without labels."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    ConvNet(("a", "b", "c"), (8, 8), width=4).eval().save_pretrained(folder)
+    ConvNet(("a", "b", "c"), (8, 8), width=4, mean=0.13, std=0.31).eval().save_pretrained(folder)
     pixels = torch.randint(256, (7, 64), generator=torch.Generator().manual_seed(0))
     (folder / "images.csv").write_text("".join(",".join(map(str, row.tolist())) + "\n" for row in pixels))
     return folder
@@ -118,7 +119,7 @@ def test_a_mistake_on_all_processes_is_told_on_all(model_folder: Path, tmp_path:
 
 def test_a_model_that_was_trained_with_synchronised_batchnorm_loads(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = ConvNet(width=4)
+    plain = ConvNet("0123456789", (28, 28), width=4, mean=0.13, std=0.31)
     for layer in plain.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.running_mean.normal_()  # type: ignore[union-attr]
@@ -142,7 +143,7 @@ def stroke(size: int = 8) -> NDArray[np.uint8]:
 
 
 def read(*paths: Path, mean: float = 0.13, size: int = 8) -> Inputs:
-    return read_image_files(paths, ConvNet(image_size=(size, size), width=4, mean=mean))
+    return read_image_files(paths, ConvNet("0123456789", (size, size), width=4, mean=mean, std=0.31))
 
 
 def test_grey_colour_and_jpeg_files_are_read(tmp_path: Path) -> None:
@@ -236,6 +237,22 @@ def test_a_folder_of_classes_is_a_dataset(model_folder: Path, tmp_path: Path) ->
     ]
 
 
+def test_a_table_of_inverted_images_is_a_note(model_folder: Path, tmp_path: Path) -> None:
+    model = load_model(model_folder)  # of dark images
+    for value, notes in (
+        (40, ()),
+        (
+            215,
+            (
+                f"{tmp_path / '215.csv'}: the images are mostly light, those that the model was "
+                "trained on mostly dark; if they are inverted, predictions are wrong",
+            ),
+        ),
+    ):
+        (tmp_path / f"{value}.csv").write_text(f"{','.join([str(value)] * 64)}\n" * 12)
+        assert read_inputs(arguments(model_folder, tmp_path / f"{value}.csv"), model).notes == notes
+
+
 def test_labels_that_the_model_does_not_know_are_a_note(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("".join(f"{name},{','.join(['0'] * 64)}\n" for name in ("a", "z")))
     found = read_inputs(arguments(model_folder, tmp_path / "other.csv"), load_model(model_folder))
@@ -274,9 +291,19 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path, model_folder: Path
         load_model(tmp_path)
 
 
+def test_a_configuration_that_lacks_a_value_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((model_folder / "model.safetensors").read_bytes())
+    whole = json.loads((model_folder / "config.json").read_text())
+    for name in whole:
+        part = {key: value for key, value in whole.items() if key != name}
+        (tmp_path / "config.json").write_text(json.dumps(part))
+        with pytest.raises(UserError, match=rf"the model cannot be loaded: .*'{name}'"):
+            load_model(tmp_path)
+
+
 def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
     """They are of another network. huggingface_hub leaves the layer at random, and says nothing."""
-    ConvNet(width=2).save_pretrained(tmp_path)
+    ConvNet("0123456789", (28, 28), width=2, mean=0.13, std=0.31).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: w for name, w in weights.items() if ".3." not in name}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"the model cannot be loaded: .*features\.3\.0\.weight"):

@@ -3,6 +3,7 @@
 python -m pytest tests/results/test_trackers.py
 """
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mnist_ddp.errors import UserError
 from mnist_ddp.results.write import log_pictures
-from mnist_ddp.training.tracker import start_tracker
+from mnist_ddp.training.tracker import log_metrics, start_tracker
 
 OPTIONAL = ("trackio", "wandb", "mlflow")
 
@@ -68,6 +69,17 @@ def test_tensorboard_has_metrics_and_pictures_of_a_run(finished: Finished) -> No
         with Image.open(picture) as image:
             assert (event.width, event.height) == image.size
         assert event.step == finished.ended.metrics[-1]["step"]
+
+
+def test_a_full_disk_is_told_once(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    accelerator = accelerator_of(log_with="tensorboard", project_dir=str(small_disk))
+    with open(small_disk / "large", "wb", buffering=0) as large, contextlib.suppress(OSError):
+        while large.write(bytes(4096)):
+            pass
+    cause = r"No space left on device; earlier checkpoints are intact, .*"
+    with pytest.raises(UserError, match=rf"^cannot write {small_disk}/tensorboard: {cause}$"):
+        log_metrics(accelerator, "tensorboard", small_disk, {"lr": 0.1}, {"step": 10, "loss": 0.1})
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_tensorboard_drops_what_a_killed_run_logged_beyond_its_checkpoint(tmp_path: Path) -> None:

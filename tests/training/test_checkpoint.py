@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,20 +156,6 @@ def test_50_kills_while_writing_leave_a_whole_checkpoint(tmp_path: Path) -> None
     assert interrupted > 5, "the kills missed the writing: this test shows nothing"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 64 kB of room."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, timeout=20, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("no permission to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=20)
-
-
 def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path) -> None:
     checkpoints = Checkpoints(small_disk / "checkpoints", keep=5)
 
@@ -192,7 +177,7 @@ def test_everything_that_a_full_disk_refuses_is_named(small_disk: Path) -> None:
     (small_disk / "large").write_bytes(bytes(60_000))
     cause = r"No space left on device.*; earlier checkpoints are intact"
     with pytest.raises(UserError, match=rf"cannot write .*/run/cnn: .*{cause}"):
-        folder.save_model(ConvNet(width=32))
+        folder.save_model(ConvNet("0123456789", (28, 28), width=32, mean=0.13, std=0.31))
     with pytest.raises(UserError, match=rf"cannot write .*/run/result\.json: {cause}"):
         folder.write_result({"x": "." * 10_000})
     with pytest.raises(UserError, match=rf"cannot write .*/run/metrics\.jsonl: {cause}"):
@@ -222,7 +207,7 @@ def test_a_folder_that_is_moved_while_the_model_is_written_is_not_made_anew(tmp_
             super().save_pretrained(*args, **kwargs)
 
     with pytest.raises(UserError, match=rf"^the run folder {run} is gone"):
-        folder.save_model(Model(width=4))
+        folder.save_model(Model("0123456789", (28, 28), width=4, mean=0.13, std=0.31))
     assert not run.exists()
     for write in (folder.write_result, folder.append_metrics):
         with pytest.raises(UserError, match=rf"^the run folder {run} is gone"):

@@ -6,6 +6,7 @@ python -m pytest tests/training/test_profiling.py
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate import Accelerator
 from runs import begin, made_up_splits
@@ -32,8 +33,24 @@ def test_trace_and_table_hold_the_steps(accelerator: Accelerator, tmp_path: Path
     assert "aten::mkldnn_convolution" in table or "aten::convolution" in table
 
 
-def test_a_run_too_short_to_profile_says_nothing(accelerator: Accelerator, tmp_path: Path) -> None:
-    with profile_steps(accelerator, tmp_path / "profile") as after_step:
-        torch.zeros(1)
-        after_step()
+def profile_some(accelerator: Accelerator, folder: Path, steps: int) -> None:
+    with profile_steps(accelerator, folder) as after_step:
+        for _ in range(steps):
+            torch.zeros(1)
+            after_step()
+
+
+def test_a_run_too_short_to_profile_says_so(
+    accelerator: Accelerator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_some(accelerator, tmp_path / "profile", 5)
     assert not (tmp_path / "profile").exists()
+    assert capsys.readouterr().out == "note: the run was too short for --profile, which skips 5 steps and takes 8\n"
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(8, 3), (13, 8), (20, 8)])
+def test_the_table_says_how_many_steps_it_is_of(
+    accelerator: Accelerator, tmp_path: Path, steps: int, taken: int
+) -> None:
+    profile_some(accelerator, tmp_path, steps)
+    assert (tmp_path / "steps-0.txt").read_text().startswith(f"{taken} training steps of process 0\n")
