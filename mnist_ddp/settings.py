@@ -185,6 +185,7 @@ class Settings:
             (("lr",), lambda value: 0 < value < math.inf, "above 0"),
             (("timeout_seconds",), lambda value: 0 < value <= 1e6, "above 0 and at most 1000000"),
             (("width",), lambda value: value <= 4096, "at most 4096"),
+            (("num_processes",), lambda value: value <= 1024, "at most 1024"),
             (("momentum", "ema_decay", "label_smoothing"), lambda value: 0 <= value < 1, "at least 0 and below 1"),
             (split_off, lambda value: 0 < value < 1, "above 0 and below 1"),
             (("target_accuracy",), lambda value: 0 <= value <= 1, "between 0 and 1"),

@@ -77,9 +77,9 @@ def accuracy_curve(metrics: Sequence[dict[str, Any]], best_epoch: int, stop: str
 
 def throughput(metrics: Sequence[dict[str, Any]]) -> bytes:
     """Training images per second in each epoch."""
-    figure, axes = _figure("Throughput", "training images per second")
     epochs = [line["epoch"] for line in metrics]
     rates = [line["images_per_second"] for line in metrics]
+    figure, axes = _figure("Throughput", "training images per second", left=0.35 + 0.08 * len(f"{max(rates):,.0f}"))
     middle = float(np.median(rates))
     axes.plot(epochs, rates, marker=_marker(epochs), color=_BLUE, label="each epoch")
     axes.axhline(middle, color=_GREY, linewidth=1, linestyle=":", label=f"median {middle:,.0f}")

@@ -3,12 +3,14 @@
 import math
 from typing import Any, Literal
 
+_LOWER = 0.99  # times the best loss
+
 
 class EarlyStopping:
     """Counts epochs without improvement of one monitored value.
 
     Accuracy on n validation samples comes in steps of 1 / n, so late in a training many epochs share the best one.
-    Among those, one with a lower loss is an improvement.
+    Among those, one with a loss lower by 1% is an improvement. By less it creeps down for as long as it is let.
 
     Args:
         monitor: "accuracy", where more is better, "loss", where less is, or "none": each epoch is better than before.
@@ -33,7 +35,7 @@ class EarlyStopping:
             improved = lower_loss
         else:
             tied = self.min_delta == 0 and accuracy == self.best_accuracy
-            improved = accuracy - self.best_accuracy > self.min_delta or (tied and lower_loss)
+            improved = accuracy - self.best_accuracy > self.min_delta or (tied and loss < _LOWER * self.best_loss)
         if improved:
             self.best_accuracy, self.best_loss = accuracy, loss
             self.epochs_without_improvement = 0

@@ -28,7 +28,6 @@ def profile_steps(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[
         What to call after each step.
     """
     rank, on_gpu = accelerator.process_index, accelerator.device.type == "cuda"
-
     written = False
 
     def write(profiler: torch.profiler.profile) -> None:

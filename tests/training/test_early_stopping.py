@@ -57,6 +57,13 @@ def test_a_lower_loss_decides_between_equal_accuracies() -> None:
     assert (stopper.best_accuracy, stopper.best_loss) == (0.95, 0.6)  # of one and the same epoch
 
 
+def test_a_loss_that_creeps_down_between_equal_accuracies_does_not_keep_a_run_going() -> None:
+    stopper = EarlyStopping("accuracy", 3)
+    losses = [0.5, 0.498, 0.496, 0.4949, 0.4948, 0.4947, 0.4946]  # 0.4949 is lower than the first by more than 1%
+    assert follow(stopper, [(0.9, loss) for loss in losses]) == [True, False, False, True, False, False, False]
+    assert stopper.should_stop
+
+
 def test_each_epoch_is_an_improvement_where_nothing_is_monitored() -> None:
     stopper = EarlyStopping("none", 1)
     assert follow(stopper, [(0.9, 0.1), (0.8, 0.2), (0.8, 0.2), (0.1, NAN)]) == [True, True, True, False]
