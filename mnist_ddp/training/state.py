@@ -36,7 +36,9 @@ class TrainingState:
         stopper: early stopping.
         peak_lr: learning rate after the warm-up.
         warmup_steps: over which it rises to there.
-        decay_steps: by which it has fallen linearly to 0, counted from the start; 0 for never.
+        decay_epochs: by the end of which it has fallen linearly to 0; 0 for never.
+        steps_per_epoch, global_batch: optimizer steps, and the images of one over all processes. Their product may be
+            less than an epoch's images, and a resumed run may have others than before.
         plateau: whether it falls when the stopper sees no improvement.
         plateau_factor: by which it has fallen so.
         epoch: epochs that are complete.
@@ -57,7 +59,9 @@ class TrainingState:
     stopper: EarlyStopping
     peak_lr: float
     warmup_steps: int
-    decay_steps: int = 0
+    decay_epochs: int = 0
+    steps_per_epoch: int = 1
+    global_batch: int = 1
     plateau: bool = False
     plateau_factor: float = 1.0
     epoch: int = 0
@@ -71,15 +75,17 @@ class TrainingState:
     status: Status | None = None
 
     def set_learning_rate(self) -> None:
-        """Sets the rate of the step to come: a function of the steps taken, so a skipped step does not move it.
+        """Sets the rate of the step to come.
 
-        It rises with their square. Adam's first steps are as long for gradients that are little more than rounding as
+        It rises with the square of the steps taken. Adam's first steps are as long for gradients that are little more than rounding as
         for others; while they are short, runs on different numbers of processes stay together.
         """
         rate = self.peak_lr * self.plateau_factor * min(1.0, (self.step + 1) / (self.warmup_steps + 1)) ** 2
-        if self.decay_steps:
-            left = (self.decay_steps - self.step) / max(1, self.decay_steps - self.warmup_steps)
-            rate = min(rate, self.peak_lr * max(0.0, left))
+        if self.decay_epochs:
+            # By the epochs done, not the steps: those before a resumption may have been of another global batch.
+            steps = self.decay_epochs * self.steps_per_epoch
+            done = self.epoch * self.steps_per_epoch + self.samples_done // self.global_batch
+            rate = min(rate, self.peak_lr * max(0.0, (steps - done) / max(1, steps - self.warmup_steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -194,7 +200,9 @@ def start_training(
     weight_decay: float,
     ema_decay: float,
     schedule: Literal["plateau", "constant", "linear"] = "constant",
-    decay_steps: int = 0,
+    epochs: int = 0,
+    steps_per_epoch: int = 1,
+    global_batch: int = 1,
 ) -> TrainingState:
     """The state before the first step: BatchNorm synchronised, model and optimizer prepared, average like the model.
 
@@ -205,7 +213,8 @@ def start_training(
         optimizer, lr, momentum, weight_decay: see `build_optimizer`.
         warmup_steps: over which the learning rate rises to `lr`; at most a quarter of those of a linear schedule.
         schedule: of the rate after that: falls with each plateau of the monitored value, stays, or falls linearly.
-        decay_steps: steps of the whole run, by which a linear schedule reaches 0.
+        epochs: of the whole run, by whose end a linear schedule reaches 0.
+        steps_per_epoch, global_batch: optimizer steps, and the images of one over all processes.
         ema_decay: share of the average that is kept at each step, 0 to 1; 0 makes the average the model itself.
     """
     # The order matters: DDP wraps what it finds, and prepare may move tensors and wrap forward.
@@ -233,7 +242,7 @@ def start_training(
         parallel.register_comm_hook(None, average_gradients)
     average = WeightAverage(averaged, model, ema_decay)
     if schedule == "linear":
-        warmup_steps = min(warmup_steps, decay_steps // 4)  # a run shorter than its warm-up would learn nothing
+        warmup_steps = min(warmup_steps, epochs * steps_per_epoch // 4)  # a run shorter than its warm-up would learn nothing
     return TrainingState(
         model,
         prepared_model,
@@ -242,7 +251,9 @@ def start_training(
         stopper,
         lr,
         warmup_steps,
-        decay_steps if schedule == "linear" else 0,
+        epochs if schedule == "linear" else 0,
+        steps_per_epoch,
+        global_batch,
         schedule == "plateau",
     )
 

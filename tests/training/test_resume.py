@@ -78,7 +78,7 @@ def _untimed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings(processes: int, **options: Any) -> Settings:
-    return Settings(batch_size=GLOBAL_BATCH // processes, **SETTINGS | options)
+    return Settings(**SETTINGS | {"batch_size": GLOBAL_BATCH // processes} | options)
 
 
 def checkpoint(folder: Path, epoch: int, samples: int, to: Path) -> Path:
@@ -172,3 +172,14 @@ def test_on_another_number_of_processes_the_run_goes_on_alike(
             assert ours == pytest.approx(theirs | {"train_loss": ours["train_loss"]}, rel=0, abs=1e-9)
         for name, value in untouched.weights.items():
             torch.testing.assert_close(rank.weights[name], value, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("after", [8, 40])  # images a step, twice as many steps or fewer
+def test_a_linear_schedule_ends_at_0_on_another_global_batch(after: int, tmp_path: Path) -> None:
+    linear = {"schedule": "linear", "epochs": 4, "monitor": "none"}
+    run_ranks(train, 1, settings(1, **linear), tmp_path / "untouched", None)
+    start = checkpoint(tmp_path / "untouched", 2, 0, tmp_path / "start")
+    (rank,) = run_ranks(train, 1, settings(1, **linear | {"batch_size": after}), None, start)
+    steps = 80 // after  # of an epoch; of 4 epochs, at most a quarter warms up
+    rates = [line["lr"] for line in rank.history[2:]]  # at the last step of the third and of the fourth epoch
+    assert rates == pytest.approx([0.05 * left / (4 * steps - min(3, steps)) for left in (steps + 1, 1)])

@@ -83,7 +83,8 @@ def start(
         lr=LR,
         warmup_steps=warmup_steps,
         schedule="linear" if decay_steps else "constant",
-        decay_steps=decay_steps,
+        epochs=1,
+        steps_per_epoch=decay_steps,
         momentum=0.0,
         weight_decay=0.0,
         ema_decay=ema_decay,
@@ -131,7 +132,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls(
     state = start(accelerator, ema_decay=0.0, warmup_steps=3, decay_steps=decay_steps)
     rates = []
     for step in range(len(shares)):
-        state.step = step
+        state.step = state.samples_done = step
         state.set_learning_rate()
         rates.append([group["lr"] for group in state.optimizer.param_groups])
     assert rates == [pytest.approx([LR * share] * 2) for share in shares]
