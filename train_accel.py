@@ -163,8 +163,10 @@ def train(settings: Settings) -> int:
         # One that stopped or diverged where it had before is not finished.
         ended = (state.status, state.epoch)
         if earlier and state.status in FINISHED and (earlier["status"], earlier["epochs"]) == ended:
+            if folder:
+                folder.leave()
             if is_main:
-                print(console.finished_line(earlier, s.pt_path))
+                print(console.finished_line(earlier, s.pt_path, s.push_to_hub))
             return 0
         test = None
         if state.best_weights is not None and state.status != "preempted":

@@ -122,9 +122,11 @@ def end_line(result: dict[str, Any], folder: str) -> str:
     )
 
 
-def finished_line(result: dict[str, Any], folder: str) -> str:
-    """That there is nothing left to do."""
+def finished_line(result: dict[str, Any], folder: str, push_to_hub: str) -> str:
+    """That there is nothing left to do, but for a push that is asked for."""
+    model = Path(folder) / "cnn"
+    push = f"\nnote: nothing is pushed; hf upload {push_to_hub} {model} . does it" if push_to_hub else ""
     return (
         f"the run in {folder} is finished: test accuracy {result['test_accuracy']:.2%} "
-        f"({_REASONS[result['status']]} after {counted(result['epochs'], 'epoch')}); --resume never starts over"
+        f"({_REASONS[result['status']]} after {counted(result['epochs'], 'epoch')}); --resume never starts over{push}"
     )

@@ -412,7 +412,8 @@ def resolve_precision(requested: str, device: torch.device | str | None) -> str:
     """
     on_cpu = torch.device(device or "cpu").type == "cpu"
     if on_cpu:
-        native_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # false where bf16 is emulated, and slower than fp32
+        # False where bf16 is emulated, and slower than fp32.
+        native_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     else:
         native_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     best = "bf16" if native_bf16 else "no"
@@ -524,8 +525,11 @@ def open_once(path: str, open_folder: Callable[[], T]) -> tuple[T | None, list[s
     folder = together(lambda: open_folder() if state.is_main_process else None)
     mark = on_main(leave_mark)
     own = state.is_local_main_process and not mark.exists()
-    folder = together(lambda: open_folder() if own else folder)
-    on_main(mark.unlink)
+    try:
+        folder = together(lambda: open_folder() if own else folder)  # all have looked for the mark once it returns
+    finally:
+        if state.is_main_process:
+            mark.unlink(missing_ok=True)
     return folder, gather_object([os.uname().nodename] if folder is not None else [])
 
 

@@ -34,7 +34,7 @@ MAY_CHANGE = frozenset(
     [
         *("epochs", "patience", "min_delta", "target_accuracy"),
         *("batch_size", "gradient_accumulation_steps", "num_processes", "gpu"),
-        *("mnist_file_path", "val_file_path", "test_file_path", "dataset", "pt_path"),
+        *("mnist_file_path", "val_file_path", "test_file_path", "label_names", "dataset", "pt_path"),
         *(
             "resume",
             "checkpoint_every_steps",

@@ -217,6 +217,12 @@ def test_its_own_flags_are_taken() -> None:
     assert (settings.num_processes, settings.pt_path, json_path) == (3, "runs/x", "a.json")
 
 
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "a.json"):
+        with pytest.raises(UserError, match=rf"^--json {path}: "):
+            parse(["--json", str(path)])
+
+
 # ---- the model of the network
 
 

@@ -215,11 +215,17 @@ def test_a_slow_process_is_not_stuck(digits: Path, folder: Path) -> None:
 
 
 def test_a_process_whose_parent_died_before_it_could_watch_ends() -> None:
-    script = "import os, sys; from mnist_ddp import distributed; distributed._end_with(os.getppid() + int(sys.argv[1]))"
+    """The parent's number is handed to it: it cannot tell by itself that another process has adopted it."""
+    script = """
+import os, sys
+from mnist_ddp.distributed import _run_self_started
+from mnist_ddp.settings import Settings
+_run_self_started(0, os.getppid() + int(sys.argv[1]), lambda settings: 7, Settings())
+"""
     statuses = [
         subprocess.run([sys.executable, "-c", script, dead], cwd=ROOT, timeout=60).returncode for dead in ("0", "1")
     ]
-    assert statuses == [0, -signal.SIGTERM]
+    assert statuses == [7, -signal.SIGTERM]
 
 
 def test_a_stuck_process_is_named_though_the_run_was_to_be_stopped(digits: Path, folder: Path) -> None:
@@ -254,10 +260,14 @@ def test_two_runs_in_one_folder_are_refused(under_way: Run, digits: Path, folder
 
 
 def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, digits: Path) -> None:
-    before = outcome(untouched)
+    before, settings = outcome(untouched), (untouched / "settings.yaml").read_text()
     again = Run("torchrun", digits, untouched)
     assert again.end() == 0, again.said()
     assert re.search(r"^the run in .* is finished: test accuracy ", again.said(), re.M), again.said()
+    impatient = Run("python", digits, untouched, "--patience", "1", "--push_to_hub", "me/x")
+    assert impatient.end() == 0, impatient.said()
+    assert f"note: nothing is pushed; hf upload me/x {untouched / 'cnn'} . does it" in impatient.said()
+    assert (untouched / "settings.yaml").read_text() == settings
     other = Run("python", digits, untouched, "--lr", "0.5", "--seed", "3")
     assert other.end() == 2
     assert re.search(r"^error: .*--lr 0.03 -> 0.5; --seed 1206 -> 3", other.said(), re.M), other.said()

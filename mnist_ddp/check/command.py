@@ -104,8 +104,9 @@ def parse(args: Sequence[str]) -> tuple[Settings, str]:
         name = setting.name
         if name not in FLAGS and getattr(settings, name) != getattr(default, name):
             raise UserError(f"--{name} says nothing about a machine; the check takes --json, --{', --'.join(FLAGS)}")
-    if known.json and not os.access(os.path.dirname(os.path.abspath(known.json)), os.W_OK):
-        raise UserError(f"--json {known.json}: the folder does not exist or cannot be written")
+    folder = os.path.dirname(os.path.abspath(known.json))
+    if known.json and (os.path.isdir(known.json) or not os.access(folder, os.W_OK)):
+        raise UserError(f"--json {known.json}: is a folder, or in one that does not exist or cannot be written")
     return settings, known.json
 
 

@@ -181,7 +181,7 @@ def _launcher(accelerator: Accelerator) -> Finding:
     text = (
         f"asked for {asked_size}, {names.get(asked_precision, asked_precision)}; runs {accelerator.num_processes} "
         f"(this is rank {accelerator.process_index}, local {accelerator.local_process_index}), backend {backend}, "
-        f"{names.get(precision, precision)}, {threads} thread{'s'[: threads > 1]} each"
+        f"{names.get(precision, precision)}, {counted(threads, 'thread')} each"
     )
     figures = {
         "world_size": accelerator.num_processes,

@@ -92,6 +92,8 @@ def decide_layout(first_lines: bytes, path: str, label_column: str = "") -> Layo
     ignored = tuple(column for column in ids if not label_column or header[column].lower() != label_column.lower())
     rest = [column for column in range(num_columns) if column not in ignored]
 
+    if not rest:
+        raise UserError(f"{path}: {_wrong_count(header, num_columns, (), ignored, 0)}")
     label, assumed_last = _find_label(header, rest, sample, path, label_column)
     pixels = [column for column in rest if column not in label]
     side = math.isqrt(len(pixels))
@@ -144,13 +146,12 @@ def _header(first: Sequence[str]) -> tuple[str, ...]:
     """The names in the first row, or none where it is data."""
     names = tuple(name.strip(' "') for name in first)
     texts = [name for name in names if not NUMBER.fullmatch(name) and not MISSING.fullmatch(name)]
-    numbers = [name for name in names if name.isdigit()]
     if len(texts) * 2 >= len(names):
         return names
     # Columns named 0, 1, 2...: a table saved without names. Sixteen in a row are no image.
-    counted = [int(name) for name in numbers]
-    in_order = counted in ([*range(len(counted))], [*range(1, len(counted) + 1)])
-    if in_order and (len(counted) >= 16 or any(LABEL_NAME.fullmatch(name) for name in texts)):
+    numbers = [name for name in names if NUMBER.fullmatch(name)]
+    in_order = any(numbers == [str(first + place) for place in range(len(numbers))] for first in (0, 1))
+    if in_order and (len(numbers) >= 16 or any(LABEL_NAME.fullmatch(name) for name in texts)):
         return names
     return ()
 

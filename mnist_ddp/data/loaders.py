@@ -181,11 +181,16 @@ def make_loaders(
     available = len(splits.train)
     if global_batch > available:
         fits = available // (processes * accumulation_steps)
+        if fits:
+            advice = f"--batch_size {fits} would fit"
+        elif available >= processes:
+            advice = f"--batch_size 1 --gradient_accumulation_steps {available // processes} would fit"
+        else:
+            advice = f"no more than {counted(available, 'process')} would fit"
         raise UserError(
             f"--batch_size {batch_size}: a step takes {batch_size} x {counted(processes, 'process')} x "
             f"{counted(accumulation_steps, 'accumulation step')} = {global_batch} images, but {available} are for "
-            "training; "
-            + (f"--batch_size {fits} would fit" if fits else f"no more than {counted(available, 'process')} would fit")
+            f"training; {advice}"
         )
     on_device = {id(subset.image_set): _place(subset.image_set, device) for subset in splits}
     train, val, test = (Subset(on_device[id(subset.image_set)], subset.indices) for subset in splits)

@@ -31,6 +31,12 @@ def read_files(main_path: str, val_path: str = "", test_path: str = "", **option
     for name, path in (("validation", val_path), ("test", test_path)):
         if path:
             sets[name] = read_image_set(path, class_names=main.class_names, **options)
+            if sets[name].fingerprint() == main.fingerprint():
+                flag = {"validation": "val", "test": "test"}[name]
+                raise UserError(
+                    f"--{flag}_file_path {path}: holds the training images, which say nothing of others; leave it out, "
+                    "and some are split off"
+                )
             (height, width), (expected_height, expected_width) = sets[name].images.shape[1:], main.images.shape[1:]
             if (height, width) != (expected_height, expected_width):
                 raise UserError(

@@ -59,7 +59,7 @@ def model_card(
     dataset_id, dataset_name = _dataset(settings, sources["train"])
     measured_id, measured_name = _dataset(settings, sources[part])
     # The program's own split is not the one that a dataset's readers know by that name.
-    held_out = sources[part] == sources["train"]
+    held_out = sources[part] == sources["train"]  # a file of its own is never the same
     data = ModelCardData(
         license="apache-2.0" if dataset_id == _MNIST else None,  # a model of other images is for their owner to license
         library_name="mnist_ddp",

@@ -281,7 +281,7 @@ def main(words: Sequence[str]) -> int:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder}: its files are damaged, or not those of a run ({error!r})") from error
+        raise UserError(f"{folder}: its files are damaged, or of another version ({error!r})") from error
     print(folder / REPORT)
     return 0
 

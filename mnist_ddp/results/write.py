@@ -47,17 +47,18 @@ def write_results(
             splits, model, confusion, autocast=autocast, versions=versions, changed_settings=changed_settings
         )
         write_facts(folder, facts)
-        pictures = make_report(folder)
-        for tracker in trackers:
-            log_pictures(tracker, pictures, step)
+        make_report(folder)
     with _warning(f"{folder / 'cnn' / 'README.md'} could not be written"):
         write_card(folder)
     if push_to_hub and confusion is not None:
         with _warning(f"the model was not pushed; hf upload {push_to_hub} {folder / 'cnn'} . tries again"):
             print(f"pushed to {push(folder, push_to_hub)}")
     for tracker in trackers:
-        with _warning(f"what {tracker.name} got last may not be there"):
-            tracker.finish()
+        with _warning(f"what {tracker.name} got last, such as the pictures, may not be there"):
+            try:
+                log_pictures(tracker, sorted((folder / "pictures").glob("*.png")), step)
+            finally:
+                tracker.finish()
 
 
 def log_pictures(tracker: Any, paths: Sequence[Path], step: int) -> None:

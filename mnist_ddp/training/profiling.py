@@ -1,12 +1,16 @@
 """Where the time of a step goes: a trace to look at, and a table to read."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
+
+from mnist_ddp.files import write_whole
+from mnist_ddp.training.checkpoint import writing
 
 # The first steps are not like the others: kernels are chosen, memory is allocated, DDP builds its buckets anew.
 _WAIT, _WARMUP, _ACTIVE = 3, 2, 8
@@ -22,10 +26,10 @@ def profile_steps(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[
 
     Args:
         accelerator: of this run.
-        folder: is created.
+        folder: in that of a run; is created.
 
     Yields:
-        What to call after each step.
+        What to call after each step; raises UserError where the files cannot be written.
     """
     rank, on_gpu = accelerator.process_index, accelerator.device.type == "cuda"
     written = False
@@ -36,11 +40,14 @@ def profile_steps(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[
         written = steps > 0
         if not written:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"trace-{rank}.json"))
         key = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=key, row_limit=_ROWS, max_name_column_width=60)
-        (folder / f"steps-{rank}.txt").write_text(f"{steps} training steps of process {rank}\n{table}\n")
+        trace, unfinished = folder / f"trace-{rank}.json", folder / f".trace-{rank}.json"
+        with writing(folder, folder.parent):
+            folder.mkdir(exist_ok=True)
+            write_whole(folder / f"steps-{rank}.txt", f"{steps} training steps of process {rank}\n{table}\n".encode())
+            profiler.export_chrome_trace(str(unfinished))
+            os.replace(unfinished, trace)
 
     options = ProfileKwargs(
         activities=["cpu", "cuda"] if on_gpu else ["cpu"],

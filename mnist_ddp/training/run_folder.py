@@ -138,18 +138,28 @@ class RunFolder:
         # checkpoint than are kept exists while it is written, and two copies of the model.
         copies = 5 * (self.checkpoints.keep + 1) + 2
         needed = copies * sum(tensor.nbytes for tensor in state.module.state_dict().values()) + (1 << 20)
-        free = shutil.disk_usage(self.path).free
+        ours = (self.path / name for name in (CHECKPOINTS, MODEL))  # is replaced
+        used = sum(file.stat().st_size for folder in ours for file in folder.rglob("*") if file.is_file())
+        free = shutil.disk_usage(self.path).free + used
         if free < needed:
             raise UserError(
                 f"--pt_path {self.path}: {free / 1e6:,.1f} MB are free there, and the run needs {needed / 1e6:,.1f} MB"
             )
-        with writing(self.path / SETTINGS, self.path):
+        settings_path = self.path / SETTINGS
+        with writing(settings_path, self.path):
+            self._earlier_settings = settings_path.read_bytes() if settings_path.exists() else None
             for name in _OURS if self._replace else ():
                 target = self.path / name
                 shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-            write_whole(self.path / SETTINGS, dump_settings(settings).encode())
+            write_whole(settings_path, dump_settings(settings).encode())
             lines = "".join(json.dumps(line) + "\n" for line in state.history)
             write_whole(self.path / METRICS, lines.encode())
+
+    def leave(self) -> None:
+        """Puts back the settings that `begin` has replaced: there was nothing left to do with others."""
+        if self._earlier_settings is not None:
+            with writing(self.path / SETTINGS, self.path):
+                write_whole(self.path / SETTINGS, self._earlier_settings)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl."""

@@ -77,8 +77,8 @@ class TrainingState:
     def set_learning_rate(self) -> None:
         """Sets the rate of the step to come.
 
-        It rises with the square of the steps taken. Adam's first steps are as long for gradients that are little more than rounding as
-        for others; while they are short, runs on different numbers of processes stay together.
+        It rises with the square of the steps taken. Adam's first steps are as long for gradients that are little more
+        than rounding as for others; while they are short, runs on different numbers of processes stay together.
         """
         rate = self.peak_lr * self.plateau_factor * min(1.0, (self.step + 1) / (self.warmup_steps + 1)) ** 2
         if self.decay_epochs:
@@ -242,7 +242,9 @@ def start_training(
         parallel.register_comm_hook(None, average_gradients)
     average = WeightAverage(averaged, model, ema_decay)
     if schedule == "linear":
-        warmup_steps = min(warmup_steps, epochs * steps_per_epoch // 4)  # a run shorter than its warm-up would learn nothing
+        warmup_steps = min(
+            warmup_steps, epochs * steps_per_epoch // 4
+        )  # a run shorter than its warm-up would learn nothing
     return TrainingState(
         model,
         prepared_model,

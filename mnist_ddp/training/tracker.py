@@ -46,7 +46,7 @@ def start_tracker(
         settings: are logged, once.
         first_step: of what will be logged; what a killed run has logged from there on is dropped by TensorBoard.
     """
-    threading.excepthook = _unless_kept
+    _tell_kept_failures_once()
     path = folder / "tracker.json"
     known = None
     with contextlib.suppress(
@@ -72,10 +72,15 @@ def start_tracker(
         write_whole(path, json.dumps({"tracker": name, "run": run}).encode())
 
 
-def _unless_kept(failure: threading.ExceptHookArgs) -> None:
-    """Prints the failure of a thread, but for one that the thread keeps to raise it where its work is waited for.
+def _tell_kept_failures_once() -> None:
+    """Prints no failure of a thread that keeps it, to raise it where its work is waited for.
 
     The thread that writes TensorBoard's files does so: a full disk would be told twice.
     """
-    if getattr(failure.thread, "exception", None) is not failure.exc_value:
-        threading.__excepthook__(failure)
+    tell = threading.excepthook
+
+    def unless_kept(failure: threading.ExceptHookArgs) -> None:
+        if getattr(failure.thread, "exception", None) is not failure.exc_value:
+            tell(failure)
+
+    threading.excepthook = unless_kept

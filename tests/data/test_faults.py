@@ -169,6 +169,10 @@ FILES = {
         text([["digit", "writer", *NAMES], *([row[0], "Ann", *row[1:]] for row in GOOD)]),
         "the header has 6 columns; pixels must be a square number, such as 784; not named like a pixel: digit, writer",
     ),
+    "ids alone": Fault(
+        "id,index\n1,2\n2,3\n",
+        "the header has 2 columns, 0 besides id, index; pixels must be a square number, such as 784",
+    ),
     "a submission": Fault(
         "ImageId,Label\n1,2\n2,0\n",
         "the header has 2 columns, 0 besides Label, ImageId; pixels must be a square number, such as 784",

@@ -97,6 +97,13 @@ def test_labels_may_be_names(header: list[list[str]], tmp_path: Path) -> None:
     check(read_image_set(path), names)
 
 
+def test_a_first_row_of_the_letter_y_is_no_header(tmp_path: Path) -> None:
+    """Though y is what a column of labels may be called."""
+    path = tmp_path / "letters.csv"
+    path.write_text(text(rows(list("yxyxyxyxyxyx"), show=lambda pixel: f"{pixel / 255:.4f}")))
+    check(read_image_set(path), list("yxyxyxyxyxyx"))
+
+
 def test_a_last_column_above_1_beside_pixels_of_0_to_1_is_the_label(tmp_path: Path) -> None:
     path = tmp_path / "last.csv"
     path.write_text(text(rows(label_last=True, show=lambda pixel: f"{pixel / 255:.4f}")))

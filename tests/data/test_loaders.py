@@ -253,6 +253,12 @@ def test_too_many_processes_for_the_split_are_refused() -> None:
         loaders_of(60, batch_size=1, processes=37)
 
 
+def test_too_many_accumulation_steps_for_the_split_are_refused() -> None:
+    with pytest.raises(UserError, match=r"; --batch_size 1 --gradient_accumulation_steps 18 would fit$"):
+        loaders_of(60, batch_size=1, processes=2, accumulation_steps=19)
+    assert len(loaders_of(60, batch_size=1, processes=2, accumulation_steps=18).train) == 36
+
+
 def test_a_batch_takes_one_index_select_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         batches = list(loaders_of(60).train)

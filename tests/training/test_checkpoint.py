@@ -11,14 +11,17 @@ import signal
 import stat
 import subprocess
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from mnist_ddp.errors import UserError
 from mnist_ddp.model.convnet import ConvNet
+from mnist_ddp.settings import Settings
 from mnist_ddp.training.checkpoint import SUMS, TENSORS, VALUES, Checkpoints, Snapshot
 from mnist_ddp.training.run_folder import RunFolder
 
@@ -183,6 +186,19 @@ def test_everything_that_a_full_disk_refuses_is_named(small_disk: Path) -> None:
     with pytest.raises(UserError, match=rf"cannot write .*/run/metrics\.jsonl: {cause}"):
         folder.append_metrics({"x": "." * 10_000})
     assert not (folder.path / "cnn").exists()
+
+
+def test_a_run_that_does_not_fit_is_refused_but_one_that_goes_on_in_its_own_room_is_not(small_disk: Path) -> None:
+    folder, state = RunFolder(small_disk / "run", "auto", 2), Namespace(module=nn.Linear(2, 2), history=[])
+    with pytest.raises(UserError, match=r"--pt_path .*/run: 0\.1 MB are free there, and the run needs 1\.0 MB"):
+        folder.begin(Settings(), state)  # type: ignore[arg-type]
+    assert not (folder.path / "settings.yaml").exists()
+    earlier = folder.path / "checkpoints" / "epoch-00001-sample-00000000" / "tensors"
+    earlier.parent.mkdir(parents=True)
+    with open(earlier, "wb") as file:
+        file.truncate(1 << 21)  # takes no room, but says so
+    folder.begin(Settings(), state)  # type: ignore[arg-type]
+    assert (folder.path / "settings.yaml").exists()
 
 
 def test_a_folder_that_is_gone_is_told_and_not_made_anew(tmp_path: Path) -> None:

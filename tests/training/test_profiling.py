@@ -3,6 +3,7 @@
 python -m pytest tests/training/test_profiling.py
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from runs import begin, made_up_splits
 
+from mnist_ddp.errors import UserError
 from mnist_ddp.settings import Settings
 from mnist_ddp.training.loop import train_step
 from mnist_ddp.training.profiling import profile_steps
@@ -46,6 +48,14 @@ def test_a_run_too_short_to_profile_says_so(
     profile_some(accelerator, tmp_path / "profile", 5)
     assert not (tmp_path / "profile").exists()
     assert capsys.readouterr().out == "note: the run was too short for --profile, which skips 5 steps and takes 8\n"
+
+
+def test_a_full_disk_is_one_line(accelerator: Accelerator, small_disk: Path) -> None:
+    with open(small_disk / "large", "wb", buffering=0) as large, contextlib.suppress(OSError):
+        while large.write(bytes(4096)):
+            pass
+    with pytest.raises(UserError, match=r"^cannot write .*/profile: No space left on device"):
+        profile_some(accelerator, small_disk / "profile", 20)
 
 
 @pytest.mark.parametrize(("steps", "taken"), [(8, 3), (13, 8), (20, 8)])
