@@ -226,11 +226,17 @@ def _run(train: Callable[[Settings], int], settings: Settings) -> int:
             _leave(1)
         rank = os.environ.get("RANK", "0")
         if "timed out" in str(error).lower() and dist.is_initialized():
-            for silent in _silent_ranks(rank):
-                print(
-                    f"error: rank {silent} is stuck or out of reach: it kept rank {rank} waiting until the timeout",
-                    file=sys.stderr,
-                )
+            silent = _silent_ranks(rank)
+            first_here = int(rank) - int(os.environ.get("LOCAL_RANK", "0"))
+            if set(range(first_here, int(rank))) <= set(silent):  # once for each machine
+                for other in silent:
+                    print(
+                        f"error: rank {other} is stuck or out of reach: it kept the others waiting until the timeout",
+                        file=sys.stderr,
+                    )
+            if silent:
+                time.sleep(_PEER_GRACE_SECONDS)
+                _leave(1)
         elif stop_signals_received:  # the launcher is ending this process, and the peer at fault has spoken
             _leave(1)
         time.sleep(_PEER_GRACE_SECONDS)

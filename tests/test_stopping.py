@@ -151,12 +151,12 @@ def test_a_second_interrupt_ends_at_once(digits: Path, folder: Path, tmp_path: P
 
 @pytest.fixture(scope="module")
 def stuck(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
-    """Two runs whose rank 1 is stuck, from now on until the timeout."""
+    """A run of two processes and one of three whose rank 1 is stuck, from now on until the timeout."""
     folder = tmp_path_factory.mktemp("stuck")
     (folder / "train.py").write_text(HANGS.format(function="evaluate", rank=1))
     flags = ("--epochs", "1000", "--timeout_seconds", "6")
     hangs = Run("torchrun", digits, folder / "hangs", *flags, script=folder / "train.py")
-    suspended = Run("self-started", digits, folder / "suspended", *flags)
+    suspended = Run("self-started", digits, folder / "suspended", *flags, "--num_processes", "3")
     try:
         assert suspended.wait_for("epoch   1"), suspended.said()
         forks_of(suspended)[1].suspend()
@@ -192,7 +192,9 @@ def test_a_process_that_hangs_or_is_suspended_is_named(stuck: dict[str, Run]) ->
     """One that hangs in Python shows its stack as well."""
     for run in stuck.values():
         assert run.process.wait(60) != 0
-        assert "error: rank 1 is stuck or out of reach" in run.said(), run.said()
+        assert re.findall(r"^error: .*", run.said(), re.M) == [
+            "error: rank 1 is stuck or out of reach: it kept the others waiting until the timeout"
+        ], run.said()
     assert "in hang_here" in stuck["hangs"].said(), stuck["hangs"].said()
 
 
