@@ -48,7 +48,8 @@ def start_lines(
     ]
     lines += [f"note: {note}" for note in [*rare_classes(splits.train), *notes]]
     if state.epoch or state.samples_done:
-        lines.append(f"resumed after {counted(state.epoch, 'epoch')} and {state.samples_done:,} images of the next")
+        more = f" and {counted(state.samples_done, 'image')} of the next" * (state.samples_done > 0)
+        lines.append(f"resumed after {counted(state.epoch, 'epoch')}{more}")
     return lines
 
 
@@ -115,10 +116,11 @@ def end_line(result: dict[str, Any], folder: str) -> str:
             f"diverged in epoch {result['epochs'] + 1}, by step {result['steps']}: the loss or a gradient is not finite"
             f"; start over with --resume never and a smaller --lr or --max_grad_norm 1{last}"
         )
+    report = Path(folder) / "report.html"  # a full disk may have kept it away
     return (
         f"test accuracy {result['test_accuracy']:.2%} on {counted(result['num_test'], 'image')} "
         f"({_REASONS[result['status']]} after {counted(result['epochs'], 'epoch')}, best was {result['best_epoch']}; "
-        f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}, report in {Path(folder) / 'report.html'}"
+        f"{result['wall_seconds']:.0f} s); model in {Path(folder) / 'cnn'}{f', report in {report}' * report.exists()}"
     )
 
 
@@ -128,5 +130,6 @@ def finished_line(result: dict[str, Any], folder: str, push_to_hub: str) -> str:
     push = f"\nnote: nothing is pushed; hf upload {push_to_hub} {model} . does it" if push_to_hub else ""
     return (
         f"the run in {folder} is finished: test accuracy {result['test_accuracy']:.2%} "
-        f"({_REASONS[result['status']]} after {counted(result['epochs'], 'epoch')}); --resume never starts over{push}"
+        f"({_REASONS[result['status']]} after {counted(result['epochs'], 'epoch')}); "
+        f"add --resume never to start over{push}"
     )

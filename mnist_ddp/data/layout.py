@@ -149,8 +149,8 @@ def _header(first: Sequence[str]) -> tuple[str, ...]:
     if len(texts) * 2 >= len(names):
         return names
     # Columns named 0, 1, 2...: a table saved without names. Sixteen in a row are no image.
-    numbers = [name for name in names if NUMBER.fullmatch(name)]
-    in_order = any(numbers == [str(first + place) for place in range(len(numbers))] for first in (0, 1))
+    numbers = [float(name) for name in names if NUMBER.fullmatch(name)]  # 0, 00 and 0.0 are all seen
+    in_order = numbers in ([*range(len(numbers))], [*range(1, len(numbers) + 1)])
     if in_order and (len(numbers) >= 16 or any(LABEL_NAME.fullmatch(name) for name in texts)):
         return names
     return ()
@@ -251,8 +251,12 @@ def _wrong_count(
         if column not in (*label, *ignored) and not _PIXEL_NAME.fullmatch(name)
     ]
     # Among names without numbers, none stands out.
-    odd = f"; not named like a pixel: {', '.join(others)}" if 0 < len(others) <= min(8, num_pixels // 2) else ""
-    return f"the header has {num_columns} columns{besides}; pixels must be a square number, such as 784{odd}"
+    odd = (
+        f"; remove what is no pixel, or name the label by --label_column: {', '.join(others)}"
+        if 0 < len(others) <= min(8, num_pixels // 2)
+        else ""
+    )
+    return f"the header has {counted(num_columns, 'column')}{besides}; pixels must be a square number, such as 784{odd}"
 
 
 def _check_order(names: list[str], path: str) -> None:

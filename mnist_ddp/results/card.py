@@ -157,7 +157,7 @@ With {versions}.
 ## Limits
 
 - It knows images like those that it was trained on: grey, of this size, on {_background(config)} background. Others are
-  read less well, and nothing says so.
+  read less well.
 - It names one of its classes for every image, also for one that shows none of them.
 - Its probabilities were not calibrated.
 - How it does on images from other sources was not measured.

@@ -160,7 +160,7 @@ def read_inputs(args: argparse.Namespace, model: ConvNet) -> Inputs:
     if is_light != was_light:
         notes += (
             f"{name}: the images are mostly {shades[is_light]}, those that the model was trained on mostly "
-            f"{shades[was_light]}; if they are inverted, predictions are wrong",
+            f"{shades[was_light]}; if they are inverted, predictions are wrong: subtract the pixels from 255",
         )
     if labels is not None:
         known = torch.tensor([model.class_names.index(c) if c in model.class_names else -1 for c in class_names])

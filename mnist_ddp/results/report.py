@@ -120,9 +120,11 @@ def sentence(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         so_far = f"; the best of {counted(epochs, 'epoch')} so far is {best}, with validation accuracy " if best else ""
         so_far += f"{result['best_val_accuracy']:.2%}" if best else ""
         return f"A signal stopped it in epoch {epochs + 1}{so_far}. The same command goes on from there."
+    # Those of the warm-up take none, see TrainingState.end_epoch.
+    longer = "; epochs of the warm-up take no patience" * (epochs - best > settings.get("patience", epochs))
     why = {
         "early_stopped": f"training stopped after {counted(epochs, 'epoch')}, because validation {settings['monitor']} "
-        f"had not improved for {counted(epochs - best, 'epoch')}",
+        f"had not improved for {counted(epochs - best, 'epoch')}{longer}",
         "finished": f"training ran all {counted(epochs, 'epoch')}",
         "target_reached": f"training stopped after {counted(epochs, 'epoch')}, because validation accuracy reached "
         f"{settings['target_accuracy']:.2%}",

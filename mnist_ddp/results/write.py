@@ -42,14 +42,18 @@ def write_results(
         step: optimizer steps of the run.
         push_to_hub: repository for the model, if it was tested; empty for none.
     """
-    with _warning(f"the report is not complete; python -m mnist_ddp.results.report {folder} makes it again"):
+    facts_written = False
+    with _warning("report and model card are not complete; the same command again makes them"):
         facts = gather_facts(
             splits, model, confusion, autocast=autocast, versions=versions, changed_settings=changed_settings
         )
         write_facts(folder, facts)
-        make_report(folder)
-    with _warning(f"{folder / 'cnn' / 'README.md'} could not be written"):
-        write_card(folder)
+        facts_written = True
+    if facts_written:
+        with _warning(f"the report is not complete; python -m mnist_ddp.results.report {folder} makes it again"):
+            make_report(folder)
+        with _warning(f"{folder / 'cnn' / 'README.md'} could not be written"):
+            write_card(folder)
     if push_to_hub and confusion is not None:
         with _warning(f"the model was not pushed; hf upload {push_to_hub} {folder / 'cnn'} . tries again"):
             print(f"pushed to {push(folder, push_to_hub)}")

@@ -1,6 +1,7 @@
 """Where the time of a step goes: a trace to look at, and a table to read."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,10 @@ def profile_steps(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[
             folder.mkdir(exist_ok=True)
             write_whole(folder / f"steps-{rank}.txt", f"{steps} training steps of process {rank}\n{table}\n".encode())
             profiler.export_chrome_trace(str(unfinished))
+            if not unfinished.exists():  # torch only logs why
+                for leftover in folder.glob(f"{unfinished.name}*"):
+                    leftover.unlink()
+                raise OSError(errno.ENOSPC, "no room for the trace")
             os.replace(unfinished, trace)
 
     options = ProfileKwargs(

@@ -143,7 +143,8 @@ class RunFolder:
         free = shutil.disk_usage(self.path).free + used
         if free < needed:
             raise UserError(
-                f"--pt_path {self.path}: {free / 1e6:,.1f} MB are free there, and the run needs {needed / 1e6:,.1f} MB"
+                f"--pt_path {self.path}: the run needs {needed / 1e6:,.1f} MB, "
+                f"and there is room for {free / 1e6:,.1f} MB"
             )
         settings_path = self.path / SETTINGS
         with writing(settings_path, self.path):

@@ -162,12 +162,13 @@ FILES = {
     ),
     "a column of neither": Fault(
         text([["label", *NAMES, "writer"], *([*row, "Ann"] for row in GOOD)]),
-        "the header has 6 columns, 5 besides label; pixels must be a square number, such as 784; not named like a "
-        "pixel: writer",
+        "the header has 6 columns, 5 besides label; pixels must be a square number, such as 784; remove what is no "
+        "pixel, or name the label by --label_column: writer",
     ),
     "two columns of neither": Fault(
         text([["digit", "writer", *NAMES], *([row[0], "Ann", *row[1:]] for row in GOOD)]),
-        "the header has 6 columns; pixels must be a square number, such as 784; not named like a pixel: digit, writer",
+        "the header has 6 columns; pixels must be a square number, such as 784; remove what is no pixel, or name the "
+        "label by --label_column: digit, writer",
     ),
     "ids alone": Fault(
         "id,index\n1,2\n2,3\n",

@@ -230,6 +230,14 @@ def test_table_saved_without_names_has_a_header_of_numbers(tmp_path: Path) -> No
     check(read_image_set(path), pixels=pixels)
 
 
+@pytest.mark.parametrize("number", ["{:02}", "{:.1f}", "{}"])
+@pytest.mark.parametrize("labels", [list("ab") * 6, LABELS])
+def test_a_label_and_numbers_in_order_are_a_header(number: str, labels: list[object], tmp_path: Path) -> None:
+    path = tmp_path / "numbered.csv"
+    path.write_text(text([["label", *map(number.format, range(4))], *rows(labels)]))
+    check(read_image_set(path), labels)
+
+
 def test_table_without_labels_is_read_but_not_for_training(tmp_path: Path) -> None:
     """Kaggle's test.csv, and Kannada-MNIST's with its ids."""
     for number, header in enumerate((NAMES, ["id", *NAMES])):

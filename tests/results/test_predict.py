@@ -245,7 +245,7 @@ def test_a_table_of_inverted_images_is_a_note(model_folder: Path, tmp_path: Path
             215,
             (
                 f"{tmp_path / '215.csv'}: the images are mostly light, those that the model was "
-                "trained on mostly dark; if they are inverted, predictions are wrong",
+                "trained on mostly dark; if they are inverted, predictions are wrong: subtract the pixels from 255",
             ),
         ),
     ):

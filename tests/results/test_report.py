@@ -177,7 +177,8 @@ def test_a_browser_would_tell_of_a_fault(tmp_path: Path) -> None:
     [
         (
             {"status": "early_stopped", "epochs": 9, "best_epoch": 2},
-            "training stopped after 9 epochs, because validation accuracy had not improved for 7 epochs.",
+            "training stopped after 9 epochs, because validation accuracy had not improved for 7 epochs; "
+            "epochs of the warm-up take no patience.",
         ),
         (
             {"status": "target_reached", "epochs": 1},

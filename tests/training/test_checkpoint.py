@@ -190,7 +190,7 @@ def test_everything_that_a_full_disk_refuses_is_named(small_disk: Path) -> None:
 
 def test_a_run_that_does_not_fit_is_refused_but_one_that_goes_on_in_its_own_room_is_not(small_disk: Path) -> None:
     folder, state = RunFolder(small_disk / "run", "auto", 2), Namespace(module=nn.Linear(2, 2), history=[])
-    with pytest.raises(UserError, match=r"--pt_path .*/run: 0\.1 MB are free there, and the run needs 1\.0 MB"):
+    with pytest.raises(UserError, match=r"--pt_path .*/run: the run needs 1\.0 MB, and there is room for 0\.1 MB"):
         folder.begin(Settings(), state)  # type: ignore[arg-type]
     assert not (folder.path / "settings.yaml").exists()
     earlier = folder.path / "checkpoints" / "epoch-00001-sample-00000000" / "tensors"

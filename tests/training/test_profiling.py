@@ -3,7 +3,6 @@
 python -m pytest tests/training/test_profiling.py
 """
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -50,12 +49,12 @@ def test_a_run_too_short_to_profile_says_so(
     assert capsys.readouterr().out == "note: the run was too short for --profile, which skips 5 steps and takes 8\n"
 
 
-def test_a_full_disk_is_one_line(accelerator: Accelerator, small_disk: Path) -> None:
-    with open(small_disk / "large", "wb", buffering=0) as large, contextlib.suppress(OSError):
-        while large.write(bytes(4096)):
-            pass
-    with pytest.raises(UserError, match=r"^cannot write .*/profile: No space left on device"):
+@pytest.mark.parametrize(("room", "reason"), [(0, "No space left on device"), (8192, "no room for the trace")])
+def test_a_full_disk_is_one_line(accelerator: Accelerator, small_disk: Path, room: int, reason: str) -> None:
+    (small_disk / "large").write_bytes(bytes(65536 - room))
+    with pytest.raises(UserError, match=rf"^cannot write .*/profile: {reason}"):
         profile_some(accelerator, small_disk / "profile", 20)
+    assert not list(small_disk.glob("profile/*trace*"))
 
 
 @pytest.mark.parametrize(("steps", "taken"), [(8, 3), (13, 8), (20, 8)])
