@@ -54,7 +54,10 @@ def start_lines(
 
 
 def rare_classes(train: Subset) -> list[str]:
-    """Which classes no training image shows: rare ones may all have gone to validation and test. And which have one."""
+    """Lines on the classes that no training image shows, and on those that have one image in all.
+
+    Rare classes may all have gone to validation and test.
+    """
     every, labels = train.image_set.labels, train.image_set.labels.index_select(0, train.indices)
     notes = []
     for labels_N, count, note in (

@@ -28,27 +28,6 @@ _COUNTS = (
     "keep_checkpoints",
 )
 
-# Settings that a resumed run may change: how long it goes on, how it is spread over processes, where its files are. All
-# others decide what is learned from which data.
-MAY_CHANGE = frozenset(
-    [
-        *("epochs", "patience", "min_delta", "target_accuracy"),
-        *("batch_size", "gradient_accumulation_steps", "num_processes", "gpu"),
-        *("mnist_file_path", "val_file_path", "test_file_path", "label_names", "dataset", "pt_path"),
-        *(
-            "resume",
-            "checkpoint_every_steps",
-            "keep_checkpoints",
-            "log_with",
-            "push_to_hub",
-            "cache_dir",
-            "profile",
-            "compile",
-        ),
-        *("master_addr", "port", "timeout_seconds"),
-    ]
-)
-
 # Settings that processes of one run may differ in: what belongs to a machine. Files are compared by their content.
 OF_A_MACHINE = frozenset(
     [
@@ -56,6 +35,14 @@ OF_A_MACHINE = frozenset(
         *("gpu", "num_processes", "master_addr", "port"),
     ]
 )
+
+# Settings that a resumed run may change: where it runs, how long it goes on, how it is spread over processes, and what
+# is kept and shown of it. All others decide what is learned from which data.
+MAY_CHANGE = OF_A_MACHINE | {
+    *("epochs", "patience", "min_delta", "target_accuracy"),
+    *("batch_size", "gradient_accumulation_steps", "timeout_seconds", "compile"),
+    *("resume", "checkpoint_every_steps", "keep_checkpoints", "log_with", "push_to_hub", "profile"),
+}
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,16 @@ def read_files(main_path: str, val_path: str = "", test_path: str = "", **option
         options: of `read_image_set`.
 
     Raises:
-        UserError: a file cannot be used, see `read_image_set`, or does not fit the main one.
+        UserError: a file cannot be used, see `read_image_set`, does not fit the main one, or holds its images.
     """
     main = read_image_set(main_path or EMBEDDED_DIGITS, **options)
     sets = {"train": main}
-    for name, path in (("validation", val_path), ("test", test_path)):
+    for name, flag, path in (("validation", "--val_file_path", val_path), ("test", "--test_file_path", test_path)):
         if path:
             sets[name] = read_image_set(path, class_names=main.class_names, **options)
             if sets[name].fingerprint() == main.fingerprint():
-                flag = {"validation": "val", "test": "test"}[name]
                 raise UserError(
-                    f"--{flag}_file_path {path}: holds the training images, which say nothing of others; leave it out, "
+                    f"{flag} {path}: holds the training images, which say nothing of others; leave it out, "
                     "and some are split off"
                 )
             (height, width), (expected_height, expected_width) = sets[name].images.shape[1:], main.images.shape[1:]

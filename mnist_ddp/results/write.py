@@ -42,14 +42,11 @@ def write_results(
         step: optimizer steps of the run.
         push_to_hub: repository for the model, if it was tested; empty for none.
     """
-    facts_written = False
     with _warning("report and model card are not complete; the same command again makes them"):
         facts = gather_facts(
             splits, model, confusion, autocast=autocast, versions=versions, changed_settings=changed_settings
         )
         write_facts(folder, facts)
-        facts_written = True
-    if facts_written:
         with _warning(f"the report is not complete; python -m mnist_ddp.results.report {folder} makes it again"):
             make_report(folder)
         with _warning(f"{folder / 'cnn' / 'README.md'} could not be written"):

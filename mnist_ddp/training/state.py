@@ -242,9 +242,8 @@ def start_training(
         parallel.register_comm_hook(None, average_gradients)
     average = WeightAverage(averaged, model, ema_decay)
     if schedule == "linear":
-        warmup_steps = min(
-            warmup_steps, epochs * steps_per_epoch // 4
-        )  # a run shorter than its warm-up would learn nothing
+        # A run shorter than its warm-up would learn nothing.
+        warmup_steps = min(warmup_steps, epochs * steps_per_epoch // 4)
     return TrainingState(
         model,
         prepared_model,

@@ -29,6 +29,7 @@ from mnist_ddp.errors import UserError
 from mnist_ddp.model.convnet import ConvNet
 from mnist_ddp.results.facts import confident_mistakes, image_of, wilson_interval
 from mnist_ddp.results.report import main, make_report
+from mnist_ddp.results.write import write_results
 
 PICTURES = {"loss", "accuracy", "throughput", "confusion", "classes", "mistakes"}
 # Put into a page that holds the report in frames, this writes down what a reader would see, and where it does not fit.
@@ -167,6 +168,27 @@ def test_a_browser_would_tell_of_a_fault(tmp_path: Path) -> None:
     seen = visit(page)
     assert seen.requests == ["https://fonts.example/css"]
     assert any("missing is not defined" in line for line in seen.console)
+
+
+def test_what_a_full_disk_keeps_away_is_one_warning(
+    small_csv: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small_disk / "large").write_bytes(bytes(1 << 16))
+    splits = make_splits(read_files(str(small_csv)), val_fraction=0.1, test_fraction=0.1, seed=1206)
+    write_results(
+        small_disk,
+        splits,
+        ConvNet("0123456789", (28, 28), width=2, mean=0.13, std=0.31),
+        torch.eye(10, dtype=torch.int64),
+        autocast=nullcontext,
+        versions={},
+        changed_settings={},
+        trackers=[],
+        step=1,
+        push_to_hub="",
+    )
+    words = "report and model card are not complete; the same command again makes them (No space left on device)"
+    assert capsys.readouterr().err == f"warning: {words}\n"
 
 
 # ---- what a report says of runs that ended otherwise
