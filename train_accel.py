@@ -42,6 +42,7 @@ def train(settings: Settings) -> int:
         check_same,
         collective_seconds,
         from_furthest,
+        hidden,
         leaving,
         open_once,
         start_accelerator,
@@ -89,7 +90,8 @@ def train(settings: Settings) -> int:
             processes=processes,
             accumulation_steps=s.gradient_accumulation_steps,
         )
-        train_loader, val_loader, test_loader = accelerator.prepare(*loaders)
+        with hidden("datasets"):  # which takes half a second to import, to learn that no loader is of its kind
+            train_loader, val_loader, test_loader = accelerator.prepare(*loaders)
 
         digits = splits.train.image_set
         mean, std = pixel_statistics(splits.train)

@@ -353,6 +353,19 @@ def start_accelerator(
     return accelerator
 
 
+@contextlib.contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Makes `package` look as if it were not installed, for the block; one that is imported already stays."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # which Python documents for this
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
 def collective_seconds(timeout_seconds: float) -> float:
     """When a collective gives up: so long before the timeout that its process can say who is missing, and leave."""
     return timeout_seconds - min(10.0, timeout_seconds / 5)

@@ -119,6 +119,7 @@ def test_torch_is_imported_once_for_all_processes_and_spawned_ones_learn_the_sam
     forked = run(f"python -X importtime train_accel.py {flags}", tmp_path / "forked", fresh=True)
     assert forked.status == 0, forked
     assert len(re.findall(r"\| +torch$", forked.stderr, re.M)) == 1
+    assert not re.search(r"\| +datasets$", forked.stderr, re.M)  # nor what Accelerate would import to look at loaders
 
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)

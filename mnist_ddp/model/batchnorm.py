@@ -176,11 +176,11 @@ class _Normalize(torch.autograd.Function):
         ctx.count, ctx.eps, ctx.group = count, eps, group
         weight_C, bias_C = (None if p is None else p.to(mean_C.dtype) for p in (weight, bias))
         rows, folds, dense = _rows(input)
-        if folds > 1 and dense and weight_C is not None:
-            parameters = torch.stack([weight_C, bias_C, mean_C, var_C]).repeat(1, folds).unbind()
+        if folds > 1 and dense and weight_C is not None and bias_C is not None:
+            weight_F, bias_F, mean_F, var_F = torch.stack([weight_C, bias_C, mean_C, var_C]).repeat(1, folds).unbind()
             output, unused = torch.empty_like(input), mean_C.new_empty(0)  # no view of the rows: ReLU writes to it
             out = (output.as_strided(rows.shape, rows.stride()), unused, unused)
-            torch.native_batch_norm(rows, *parameters, False, 0.0, eps, out=out)
+            torch.native_batch_norm(rows, weight_F, bias_F, mean_F, var_F, False, 0.0, eps, out=out)
             return output
         return torch.batch_norm(input, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, False)
 

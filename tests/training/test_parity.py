@@ -103,8 +103,8 @@ def settings(processes: int, accumulation_steps: int = 1, **options: Any) -> Set
 
 @pytest.mark.slow
 def test_fp32_processes_match_one(splits: Splits) -> None:
-    """With the default recipe, over an epoch. Rounding grows with each step, and images on the border of two classes may
-    fall to either side: by chance, of 1,000 five more to one, so 3,000 are looked at."""
+    """With the default recipe, over an epoch. Rounding grows with each step, and images on the border of two classes
+    may fall to either side: by chance, of 1,000 five more to one, so 3,000 are looked at."""
     (expected,) = run_ranks(train, 1, splits, settings(1), torch.float32)
     assert len(expected.losses) == len(splits.train) // GLOBAL_BATCH
     assert expected.losses[-1] < expected.losses[0] - 0.3  # it does learn
