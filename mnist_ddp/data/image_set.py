@@ -1,10 +1,14 @@
 """Labelled images in memory: what every reader returns and what every loader starts from."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from mnist_ddp.errors import UserError
+from mnist_ddp.words import counted
 
 
 @dataclass(frozen=True)
@@ -39,3 +43,27 @@ class ImageSet:
         digest.update(self.labels.numpy().tobytes())
         digest.update(self.images.index_select(0, some).numpy().tobytes())
         return digest.hexdigest()
+
+    def hashes(self) -> Tensor:
+        """(N,) int64, equal for equal images; of this process, which seeds Python's hashes."""
+        rows = (hash(image.tobytes()) for part in self.images.split(8192) for image in part.numpy())
+        return torch.from_numpy(np.fromiter(rows, np.int64, len(self)))
+
+
+def apart(held_out: ImageSet, train: ImageSet, name: str) -> ImageSet:
+    """A validation or test set, with a note where some of its images are training images, pixel for pixel.
+
+    Args:
+        held_out, train: of one image size.
+        name: of the first, for messages.
+
+    Raises:
+        UserError: all of them are.
+    """
+    known = int(torch.isin(held_out.hashes(), train.hashes()).sum())
+    if known == len(held_out):
+        raise UserError(f"{name}: holds training images, which say nothing of others; without it, some are split off")
+    if known == 0:
+        return held_out
+    note = f"{name}: {known:,} of its {counted(len(held_out), 'image')} are training images too, and flatter the result"
+    return replace(held_out, notes=(*held_out.notes, note))

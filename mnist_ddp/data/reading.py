@@ -8,7 +8,7 @@ from typing import IO, Any
 import torch
 
 from mnist_ddp.data.cache import Stored, load_or_parse
-from mnist_ddp.data.image_set import ImageSet
+from mnist_ddp.data.image_set import ImageSet, apart
 from mnist_ddp.data.parsing import Contents, parse_csv
 from mnist_ddp.errors import UserError
 
@@ -24,24 +24,20 @@ def read_files(main_path: str, val_path: str = "", test_path: str = "", **option
         options: of `read_image_set`.
 
     Raises:
-        UserError: a file cannot be used, see `read_image_set`, does not fit the main one, or holds its images.
+        UserError: a file cannot be used, see `read_image_set`, does not fit the main one, or holds its images alone.
     """
     main = read_image_set(main_path or EMBEDDED_DIGITS, **options)
     sets = {"train": main}
     for name, flag, path in (("validation", "--val_file_path", val_path), ("test", "--test_file_path", test_path)):
         if path:
             sets[name] = read_image_set(path, class_names=main.class_names, **options)
-            if sets[name].fingerprint() == main.fingerprint():
-                raise UserError(
-                    f"{flag} {path}: holds the training images, which say nothing of others; leave it out, "
-                    "and some are split off"
-                )
             (height, width), (expected_height, expected_width) = sets[name].images.shape[1:], main.images.shape[1:]
             if (height, width) != (expected_height, expected_width):
                 raise UserError(
                     f"{path}: images of {height}x{width} pixels, but those of {main.source} are "
                     f"{expected_height}x{expected_width}"
                 )
+            sets[name] = apart(sets[name], main, f"{flag} {path}")
     return sets
 
 

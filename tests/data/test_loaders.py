@@ -187,10 +187,10 @@ def test_too_few_images_for_a_split_are_refused() -> None:
         split(numbered(2), (0.1, 0.1), seed=1)
 
 
-def write_csv(path: Path, n: int, size: int = 2) -> str:
-    """Rows of label and pixels, with the row's number as first pixel and two classes."""
+def write_csv(path: Path, n: int, size: int = 2, first: int = 0) -> str:
+    """Rows of label and pixels, with the row's number, counted from `first`, as first pixel and two classes."""
     pixels = ",0" * (size * size - 1)
-    path.write_text("".join(f"{row % 2},{row}{pixels}\n" for row in range(n)))
+    path.write_text("".join(f"{row % 2},{row}{pixels}\n" for row in range(first, first + n)))
     return str(path)
 
 
@@ -204,7 +204,7 @@ def write_csv(path: Path, n: int, size: int = 2) -> str:
     ],
 )
 def test_what_has_a_file_of_its_own_is_not_split_off(tmp_path: Path, own: tuple[str, ...], sizes: list[int]) -> None:
-    main, extra = write_csv(tmp_path / "main.csv", 40), write_csv(tmp_path / "extra.csv", 10)
+    main, extra = write_csv(tmp_path / "main.csv", 40), write_csv(tmp_path / "extra.csv", 10, first=100)
     val, test = (extra if name in own else "" for name in ("val", "test"))
     splits = make_splits(read_files(main, val, test), val_fraction=0.1, test_fraction=0.1, seed=0)
     assert [len(subset) for subset in splits] == sizes
@@ -220,6 +220,23 @@ def test_a_file_with_images_of_another_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_files(main, val)
     assert str(caught.value) == f"{val}: images of 32x32 pixels, but those of {main} are 28x28"
+
+
+def test_held_out_images_that_are_training_images_are_counted(tmp_path: Path) -> None:
+    lines = Path(write_csv(tmp_path / "main.csv", 40)).read_text().splitlines(keepends=True)
+    rows = lines[-40:]
+    reordered, mixed = tmp_path / "reordered.csv", tmp_path / "mixed.csv"
+    reordered.write_text("".join(lines[:-40] + rows[30:] + rows[:10]))
+    others = [",".join([*row.split(",")[:-1], "77\n"]) for row in rows[:7]]
+    mixed.write_text("".join(lines[:-40] + others + rows[5:8]))
+
+    with pytest.raises(UserError) as caught:
+        read_files(str(tmp_path / "main.csv"), "", str(reordered))
+    assert str(caught.value).startswith(f"--test_file_path {reordered}: holds training images")
+    sets = read_files(str(tmp_path / "main.csv"), str(mixed))
+    assert sets["validation"].notes == (
+        f"--val_file_path {mixed}: 3 of its 10 images are training images too, and flatter the result",
+    )
 
 
 # ---- loaders
