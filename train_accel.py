@@ -52,7 +52,7 @@ def train(settings: Settings) -> int:
     from mnist_ddp.training import watchdog
     from mnist_ddp.training.early_stopping import EarlyStopping
     from mnist_ddp.training.evaluation import evaluate
-    from mnist_ddp.training.loop import fit
+    from mnist_ddp.training.loop import fit, reason_to_end
     from mnist_ddp.training.profiling import profile_steps
     from mnist_ddp.training.run_folder import RunFolder, describe_run
     from mnist_ddp.training.signals import StopSignals
@@ -121,6 +121,13 @@ def train(settings: Settings) -> int:
         )
         if snapshot:
             state.restore(accelerator, snapshot)
+        gc.freeze()  # nor is it looked through at exit, which would take a second
+        gc.enable()
+        ended = reason_to_end(accelerator, state, epochs=s.epochs, target_accuracy=s.target_accuracy, signals=signals)
+        if earlier and ended in FINISHED and (earlier["status"], earlier["epochs"]) == (ended, state.epoch):
+            if is_main:
+                print(console.finished_line(earlier, s.pt_path, s.push_to_hub))
+            return 0
         if folder:
             folder.begin(s, state)
         if is_main:
@@ -132,8 +139,6 @@ def train(settings: Settings) -> int:
             if folder:
                 folder.checkpoints.save(current)
 
-        gc.freeze()  # nor is it looked through at exit, which would take a second
-        gc.enable()
         watchdog.watch(collective_seconds(s.timeout_seconds))
         profile = profile_steps(accelerator, Path(s.pt_path) / "profile") if s.profile else nullcontext(lambda: None)
         with profile as after_step:
@@ -162,14 +167,6 @@ def train(settings: Settings) -> int:
                 if s.log_with != "none":
                     log_metrics(accelerator, s.log_with, Path(s.pt_path), asdict(s), epoch.metrics())
 
-        # One that stopped or diverged where it had before is not finished.
-        ended = (state.status, state.epoch)
-        if earlier and state.status in FINISHED and (earlier["status"], earlier["epochs"]) == ended:
-            if folder:
-                folder.leave()
-            if is_main:
-                print(console.finished_line(earlier, s.pt_path, s.push_to_hub))
-            return 0
         test = None
         if state.best_weights is not None and state.status != "preempted":
             state.average.module.load_state_dict(state.best_weights)

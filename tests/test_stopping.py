@@ -266,8 +266,9 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(untouched: Path, 
     again = Run("torchrun", digits, untouched)
     assert again.end() == 0, again.said()
     assert re.search(r"^the run in .* is finished: test accuracy ", again.said(), re.M), again.said()
-    impatient = Run("python", digits, untouched, "--patience", "1", "--push_to_hub", "me/x")
+    impatient = Run("python", digits, untouched, "--patience", "1", "--batch_size", "7", "--push_to_hub", "me/x")
     assert impatient.end() == 0, impatient.said()
+    assert not re.search("global batch|resumed", impatient.said()), impatient.said()  # nothing goes on
     assert f"note: nothing is pushed; hf upload me/x {untouched / 'cnn'} . does it" in impatient.said()
     assert (untouched / "settings.yaml").read_text() == settings
     other = Run("python", digits, untouched, "--lr", "0.5", "--seed", "3")

@@ -18,7 +18,7 @@ from mnist_ddp.data.loaders import Batch
 from mnist_ddp.training import watchdog
 from mnist_ddp.training.evaluation import Evaluation, evaluate
 from mnist_ddp.training.signals import StopSignals
-from mnist_ddp.training.state import TrainingState
+from mnist_ddp.training.state import Status, TrainingState
 
 # Steps between two looks at the gradient's norm on a GPU: each look waits for the device.
 _STEPS_PER_LOOK = 16
@@ -154,13 +154,8 @@ def fit(
     step_settings = {"label_smoothing": label_smoothing, "max_grad_norm": max_grad_norm}
     while True:
         # Before the epoch, not after: a run that was killed once its last epoch was saved resumes to the same decision.
-        reached = bool(state.history) and 0 < target_accuracy <= state.history[-1]["val_accuracy"]
-        state.status = _decide(
-            accelerator,
-            preempted=signals.agree(),
-            target_reached=reached,
-            early_stopped=state.stopper.should_stop,
-            finished=state.epoch >= epochs,
+        state.status = reason_to_end(
+            accelerator, state, epochs=epochs, target_accuracy=target_accuracy, signals=signals
         )
         if state.status is not None:
             return
@@ -210,6 +205,22 @@ def fit(
         state.samples_done, state.loss_sum = 0, torch.zeros_like(state.loss_sum)
         save()
         yield result
+
+
+def reason_to_end(
+    accelerator: Accelerator, state: TrainingState, *, epochs: int, target_accuracy: float, signals: StopSignals
+) -> Status | None:
+    """Whether `fit` would train no further from where `state` stands, and why; the same on all processes.
+
+    All processes must call it: it reduces.
+    """
+    return _decide(
+        accelerator,
+        preempted=signals.agree(),
+        target_reached=bool(state.history) and 0 < target_accuracy <= state.history[-1]["val_accuracy"],
+        early_stopped=state.stopper.should_stop,
+        finished=state.epoch >= epochs,
+    )
 
 
 def _rest_of_epoch(state: TrainingState, loader: DataLoader[Batch], progress: bool) -> Iterator[Batch]:

@@ -148,19 +148,12 @@ class RunFolder:
             )
         settings_path = self.path / SETTINGS
         with writing(settings_path, self.path):
-            self._earlier_settings = settings_path.read_bytes() if settings_path.exists() else None
             for name in _OURS if self._replace else ():
                 target = self.path / name
                 shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
             write_whole(settings_path, dump_settings(settings).encode())
             lines = "".join(json.dumps(line) + "\n" for line in state.history)
             write_whole(self.path / METRICS, lines.encode())
-
-    def leave(self) -> None:
-        """Puts back the settings that `begin` has replaced: there was nothing left to do with others."""
-        if self._earlier_settings is not None:
-            with writing(self.path / SETTINGS, self.path):
-                write_whole(self.path / SETTINGS, self._earlier_settings)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl."""
