@@ -56,6 +56,15 @@ def test_bytes_and_fractions_give_the_same_logits(dtype: torch.dtype) -> None:
     assert from_bytes.std(dim=0).min() > 0  # it looks at the image
 
 
+def test_scores_are_exact_in_half_precision_too() -> None:
+    """Of 2,000 images, bf16 would give hundreds two best classes."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = net_of()(torch.rand(2000, 28, 28))
+    assert logits.dtype == torch.float32
+    best, second = logits.topk(2).values.unbind(1)
+    assert (best > second).all()
+
+
 def test_normalises_by_its_own_mean_and_std() -> None:
     """Images moved to another mean and spread, with the network's mean and std moved alike, look the same to it."""
     images = images_of(28, 28).double() / 255
