@@ -128,6 +128,8 @@ def train(settings: Settings) -> int:
             if is_main:
                 print(console.finished_line(earlier, s.pt_path, s.push_to_hub))
             return 0
+        if earlier and ended == "preempted":  # before it has trained on: its result stands
+            return 128 + (signals.agreed or 0)
         if folder:
             folder.begin(s, state)
         if is_main:

@@ -43,7 +43,7 @@ LATER = {
     "no file": Mistake("--test_file_path {data}/absent.csv", r".*/absent\.csv: No such file"),
     "batch": Mistake("--batch_size 321", r"--batch_size 321: .*\b320 (images )?are for training.*--batch_size 320"),
     "training images again": Mistake(
-        "--test_file_path {data}/small.csv", r"--test_file_path .*/small\.csv: holds training images"
+        "--test_file_path {data}/small.csv", r"--test_file_path .*/small\.csv: holds no image that .*/small\.csv lacks"
     ),
     "run folder": Mistake("--pt_path {data}/small.csv/run", r"--pt_path .*/small\.csv/run .*written"),
     "gpu": Mistake("--gpu 99", "--gpu 99: .*GPU 99"),

@@ -50,20 +50,24 @@ class ImageSet:
         return torch.from_numpy(np.fromiter(rows, np.int64, len(self)))
 
 
-def apart(held_out: ImageSet, train: ImageSet, name: str) -> ImageSet:
-    """A validation or test set, with a note where some of its images are training images, pixel for pixel.
+def apart(held_out: ImageSet, train: ImageSet, train_hashes: Tensor, name: str) -> ImageSet:
+    """A validation or test set, with a note where some of its images are among those for training, pixel for pixel.
 
     Args:
         held_out, train: of one image size.
+        train_hashes: of `train`.
         name: of the first, for messages.
 
     Raises:
-        UserError: all of them are.
+        UserError: all of them are, and not because there are few different images at all.
     """
-    known = int(torch.isin(held_out.hashes(), train.hashes()).sum())
-    if known == len(held_out):
-        raise UserError(f"{name}: holds training images, which say nothing of others; without it, some are split off")
+    known = int(torch.isin(held_out.hashes(), train_hashes).sum())
+    if known == len(held_out) and 2 * len(train_hashes.unique()) > len(train):
+        raise UserError(
+            f"{name}: holds no image that {train.source} lacks, and says nothing of others; leave it out, "
+            "and some are split off"
+        )
     if known == 0:
         return held_out
-    note = f"{name}: {known:,} of its {counted(len(held_out), 'image')} are training images too, and flatter the result"
+    note = f"{name}: {train.source} holds {known:,} of its {counted(len(held_out), 'image')} too; they flatter it"
     return replace(held_out, notes=(*held_out.notes, note))

@@ -142,13 +142,17 @@ def _rows(values: Tensor) -> tuple[Tensor, int, bool]:
     F is the largest divisor of the number of values up to _LONGEST_ROW / C, and 1 for up to _FEW values.
     """
     shape, strides, dense = _layout(values.shape, values.stride(), _FEW)
-    rows = values.as_strided(shape, strides) if dense else values.movedim(1, -1).reshape(shape)
+    # reshape alone may return a view whose rows lie apart, and what is computed from it would lie as they do.
+    rows = values.as_strided(shape, strides) if dense else values.movedim(1, -1).reshape(shape).contiguous()
     return rows, shape[1] // values.size(1), dense
 
 
 @functools.lru_cache(1024)  # finding out takes as long as the kernels
 def _layout(shape: torch.Size, strides: tuple[int, ...], few: int) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """Shape and strides of the rows, and whether the values lie channels_last in memory, so that a view gives them."""
+    """Shape and strides of the rows, and whether the values lie channels_last in memory, so that a view gives them.
+
+    Up to `few` values of a channel are left in one part; 0 for parts in any case.
+    """
     values = torch.empty_strided(shape, strides, device="meta")
     C = shape[1]
     count = values.numel() // C
@@ -175,11 +179,13 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean_C, torch.rsqrt(var_C + eps))
         ctx.count, ctx.eps, ctx.group = count, eps, group
         weight_C, bias_C = (None if p is None else p.to(mean_C.dtype) for p in (weight, bias))
-        rows, folds, dense = _rows(input)
+        shape, strides, dense = _layout(input.shape, input.stride(), _FEW)
+        folds = shape[1] // input.size(1)
         if folds > 1 and dense and weight_C is not None and bias_C is not None:
             weight_F, bias_F, mean_F, var_F = torch.stack([weight_C, bias_C, mean_C, var_C]).repeat(1, folds).unbind()
-            output, unused = torch.empty_like(input), mean_C.new_empty(0)  # no view of the rows: ReLU writes to it
-            out = (output.as_strided(rows.shape, rows.stride()), unused, unused)
+            # Not a view that is made here: autograd would refuse the ReLU that writes to it.
+            output, unused = torch.empty_like(input), mean_C.new_empty(0)
+            rows, out = input.as_strided(shape, strides), (output.as_strided(shape, strides), unused, unused)
             torch.native_batch_norm(rows, weight_F, bias_F, mean_F, var_F, False, 0.0, eps, out=out)
             return output
         return torch.batch_norm(input, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, False)
@@ -219,7 +225,7 @@ class _Normalize(torch.autograd.Function):
             gxhat_C, g_C = (sums_2C * a_C).div_(-ctx.count).unbind()
             b_C = (gxhat_C * invstd_C).to(input.dtype)
             c_C = torch.addcmul(g_C, b_C, mean_C, value=-1).to(input.dtype)
-            # Long rows however few: with rows of 24 values, addcmul takes seven times as long in half precision.
+            # Long rows also where values are few: with 24 in a row, addcmul takes seven times as long in bf16.
             shape, *_ = _layout(input.shape, input.stride(), 0)
             if shape[1] > C:
                 a_C, b_C, c_C = torch.stack([a_C, b_C, c_C]).repeat(1, shape[1] // C).unbind()

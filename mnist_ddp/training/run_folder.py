@@ -162,6 +162,8 @@ class RunFolder:
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         with writing(self.path / RESULT, self.path):
+            # A kill before the new report is there must not leave an older one, which would pass for it.
+            (self.path / "report.json").unlink(missing_ok=True)
             write_whole(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
 
     def save_model(self, model: Any) -> None:

@@ -223,20 +223,27 @@ def test_a_file_with_images_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_held_out_images_that_are_training_images_are_counted(tmp_path: Path) -> None:
-    lines = Path(write_csv(tmp_path / "main.csv", 40)).read_text().splitlines(keepends=True)
-    rows = lines[-40:]
+    rows = Path(write_csv(tmp_path / "main.csv", 40)).read_text().splitlines(keepends=True)
     reordered, mixed = tmp_path / "reordered.csv", tmp_path / "mixed.csv"
-    reordered.write_text("".join(lines[:-40] + rows[30:] + rows[:10]))
+    reordered.write_text("".join(rows[30:] + rows[:10]))
     others = [",".join([*row.split(",")[:-1], "77\n"]) for row in rows[:7]]
-    mixed.write_text("".join(lines[:-40] + others + rows[5:8]))
+    mixed.write_text("".join(others + rows[5:8]))
 
     with pytest.raises(UserError) as caught:
         read_files(str(tmp_path / "main.csv"), "", str(reordered))
-    assert str(caught.value).startswith(f"--test_file_path {reordered}: holds training images")
+    assert str(caught.value).startswith(f"--test_file_path {reordered}: holds no image that ")
     sets = read_files(str(tmp_path / "main.csv"), str(mixed))
     assert sets["validation"].notes == (
-        f"--val_file_path {mixed}: 3 of its 10 images are training images too, and flatter the result",
+        f"--val_file_path {mixed}: {tmp_path / 'main.csv'} holds 3 of its 10 images too; they flatter it",
     )
+
+
+def test_held_out_images_may_be_known_where_few_different_ones_exist(tmp_path: Path) -> None:
+    main, blanks = tmp_path / "main.csv", tmp_path / "blanks.csv"
+    main.write_text("0,0,0,0,0\n1,9,9,9,9\n" * 20)
+    blanks.write_text("0,0,0,0,0\n" * 5)
+    (note,) = read_files(str(main), "", str(blanks))["test"].notes
+    assert "holds 5 of its 5 images too" in note
 
 
 # ---- loaders

@@ -37,6 +37,8 @@ class Case(NamedTuple):
     memory_format: torch.memory_format = torch.contiguous_format
     strided: bool = False
     """Whether the values lie apart in memory, as in a slice of a larger tensor."""
+    transposed: bool = False
+    """Whether the gradient of the output lies in memory the other way round, and the values do not."""
     options: dict[str, Any] = {}  # noqa: RUF012 - of the BatchNorm, never changed
 
 
@@ -54,6 +56,7 @@ CASES = {
         "{}-5d": Case(EVEN[P], (4, 2, 3, 3), memory_format=torch.channels_last_3d),
         "{}-channels_last": Case(EVEN[P], (4, 5, 7), memory_format=torch.channels_last),
         "{}-strided": Case(EVEN[P], (4, 5, 7), strided=True),
+        "{}-transposed": Case(EVEN[P], (1024,), torch.float64, transposed=True),
         "{}-uneven": Case({2: (5, 2), 3: (1, 4, 2)}[P], (4, 5, 7), memory_format=torch.channels_last),
         "{}-uneven-float64": Case({2: (5, 2), 3: (1, 4, 2)}[P], (4, 5, 7), torch.float64),
         "{}-one-value-each": Case((1,) * P, (4,), torch.float64),
@@ -71,6 +74,8 @@ def whole_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     x, grad = torch.randn(2, sum(case.shares), *case.shape, generator=generator, dtype=torch.float64)
     x, grad = (t.to(case.dtype, memory_format=case.memory_format) for t in (3 * x + 5, grad))
+    if case.transposed:
+        grad = grad.t().contiguous().t()
     if case.strided:
         x = x.repeat_interleave(2, dim=-1)[..., ::2]
     return x, grad
