@@ -21,6 +21,7 @@ from launching import ROOT, warm_programs
 
 from benchmarks import faults
 from benchmarks.faults import START, Run, check_signal, killed_run, outcome, write_digits
+from mnist_ddp.training.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -294,6 +295,14 @@ def test_a_finished_run_whose_report_and_model_are_gone_makes_them_again(
     assert outcome(folder) == outcome(untouched)
     assert (folder / "report.json").exists()
     assert (folder / "cnn" / "README.md").exists()
+
+
+def test_a_new_result_takes_away_the_report_of_an_older_one(untouched: Path, tmp_path: Path) -> None:
+    """Which a run that is killed before its own report would leave, and the next start would take for its own."""
+    folder = tmp_path / "copy"
+    shutil.copytree(untouched, folder)
+    RunFolder(str(folder), "auto", 1).write_result({})
+    assert not (folder / "report.json").exists()
 
 
 def test_damaged_checkpoints_are_named(digits: Path, untouched: Path, tmp_path: Path) -> None:

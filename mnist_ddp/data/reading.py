@@ -27,7 +27,7 @@ def read_files(main_path: str, val_path: str = "", test_path: str = "", **option
         UserError: a file cannot be used, see `read_image_set`, does not fit the main one, or holds its images alone.
     """
     main = read_image_set(main_path or EMBEDDED_DIGITS, **options)
-    sets, main_hashes = {"train": main}, None
+    sets = {"train": main}
     for name, flag, path in (("validation", "--val_file_path", val_path), ("test", "--test_file_path", test_path)):
         if path:
             sets[name] = read_image_set(path, class_names=main.class_names, **options)
@@ -37,8 +37,7 @@ def read_files(main_path: str, val_path: str = "", test_path: str = "", **option
                     f"{path}: images of {height}x{width} pixels, but those of {main.source} are "
                     f"{expected_height}x{expected_width}"
                 )
-            main_hashes = main.hashes() if main_hashes is None else main_hashes
-            sets[name] = apart(sets[name], main, main_hashes, f"{flag} {path}")
+            sets[name] = apart(sets[name], main, f"{flag} {path}")
     return sets
 
 

@@ -234,7 +234,7 @@ def test_held_out_images_that_are_training_images_are_counted(tmp_path: Path) ->
     assert str(caught.value).startswith(f"--test_file_path {reordered}: holds no image that ")
     sets = read_files(str(tmp_path / "main.csv"), str(mixed))
     assert sets["validation"].notes == (
-        f"--val_file_path {mixed}: {tmp_path / 'main.csv'} holds 3 of its 10 images too; they flatter it",
+        f"--val_file_path {mixed}: {tmp_path / 'main.csv'} holds 3 of its 10 images too, which flatters it",
     )
 
 
